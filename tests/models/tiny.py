@@ -43,7 +43,8 @@ _SAME: Mapping[int, str] = {
     "mamba_num_heads linear_conv_kernel_dim mamba_d_conv conv_kernel",
     2: "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads num_experts_per_tok "
     "moe_k moe_topk moe_top_k top_k_experts max_window_layers linear_num_key_heads index_n_heads "
-    "no_rope_layer_interval attn_layer_period n_groups mamba_n_groups mamba_ngroups",
+    "zero_expert_num no_rope_layer_interval attn_layer_period n_groups mamba_n_groups "
+    "mamba_ngroups",
     1: "n_shared_experts num_shared_experts moe_num_shared_experts n_group topk_group "
     "first_k_dense_replace moe_layer_start_index num_dense_layers attn_layer_offset",
     MAX_POSITIONS: "max_position_embeddings n_positions max_seq_len n_ctx seq_length "

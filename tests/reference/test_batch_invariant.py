@@ -26,7 +26,7 @@ from support.invariance import check, model_of, run
 pytestmark = pytest.mark.skipif(
     not isinstance(load_library(), NativeLibrary), reason="the C extension is not built"
 )
-MIXTURES = ("mixtral", "gpt_oss", "llama4", "mimo_v2_flash")
+MIXTURES = ("mixtral", "gpt_oss", "llama4", "mimo_v2_flash", "deepseek_v3")
 DENSE = [name for name in zoo.ARCHITECTURES if name not in (*MIXTURES, "phi3_longrope")]
 
 

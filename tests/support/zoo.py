@@ -14,6 +14,8 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     CTRLConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     DiffLlamaConfig,
     FalconConfig,
     Gemma2Config,
@@ -30,7 +32,9 @@ from transformers import (
     JetMoeConfig,
     Llama4TextConfig,
     LlamaConfig,
+    LongcatFlashConfig,
     MiMoV2FlashConfig,
+    MiniCPM3Config,
     MistralConfig,
     MixtralConfig,
     MptConfig,
@@ -313,7 +317,54 @@ def _mimo_v2_flash() -> PreTrainedConfig:
     )
 
 
+_LATENT = _SHAPE | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+}
+_EXPERTS = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
+
+def _deepseek_v3(**options: object) -> PreTrainedConfig:
+    """YaRN whose factor scales the products too."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0}
+    yarn |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": MAX_POSITIONS // 4}
+    return DeepseekV3Config(**_LATENT | _EXPERTS | {"rope_parameters": yarn} | options)
+
+
+def _longcat_flash() -> PreTrainedConfig:
+    experts = {"moe_topk": 2, "n_routed_experts": 4, "zero_expert_num": 2}
+    shape = {name: size for name, size in _LATENT.items() if name != "num_hidden_layers"}
+    return LongcatFlashConfig(
+        **shape | experts,
+        num_layers=1,
+        head_dim=_LATENT["qk_rope_head_dim"],
+        ffn_hidden_size=48,
+        expert_ffn_hidden_size=16,
+    )
+
+
+# one latent per token and layer, for all heads
+LATENT: dict[str, Callable[[], PreTrainedConfig]] = {
+    "deepseek_v3": _deepseek_v3,
+    "deepseek_v3_halves": lambda: _deepseek_v3(rope_interleave=False, attention_bias=True),
+    "deepseek_v2": lambda: DeepseekV2Config(**_LATENT | _EXPERTS | {"q_lora_rank": None}),
+    "minicpm3": lambda: MiniCPM3Config(**_LATENT),
+    "longcat_flash": _longcat_flash,
+}
+
 ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "deepseek_v3": _deepseek_v3,
     "llama": _llama,
     "llama_mqa": _llama_mqa,
     "llama_mha": _llama_mha,
@@ -475,7 +526,7 @@ def build(
         if name in REPEATED:
             config = REPEATED[name](times)
         else:
-            config = (ARCHITECTURES | NATIVE | OWN_ATTENTION | OTHERS)[name]()
+            config = (ARCHITECTURES | LATENT | NATIVE | OWN_ATTENTION | OTHERS)[name]()
             config.num_hidden_layers *= times
             for kinds in ("layer_types", "mlp_layer_types"):
                 if getattr(config, kinds, None):

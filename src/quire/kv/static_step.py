@@ -294,10 +294,10 @@ class StaticAttention:
     def attend(
         self,
         call: AttentionCall,
-        query: Float[Tensor, "num_tokens num_heads head_dim"],
-        key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        query: Float[Tensor, "num_tokens num_heads query_dim"],
+        key: Float[Tensor, "num_tokens num_kv_heads key_dim"],
         value: Float[Tensor, "num_tokens num_kv_heads value_dim"],
-    ) -> Float[Tensor, "num_tokens num_heads value_dim"]:
+    ) -> Float[Tensor, "num_tokens num_heads output_dim"]:
         group, index = self._kv.place[call.layer]
         own, backend = self._groups[group.name], self._kv.backend
         reader = self._kv.readers[call.layer]

@@ -212,12 +212,12 @@ class StepAttention:
         self,
         layer: int,
         math: AttentionMath,
-        query: Float[Tensor, "num_tokens num_heads head_dim"],
-        key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        query: Float[Tensor, "num_tokens num_heads query_dim"],
+        key: Float[Tensor, "num_tokens num_kv_heads key_dim"],
         value: Float[Tensor, "num_tokens num_kv_heads value_dim"],
         rotary: LayerRoPE | None = None,
         rope: CosSin | None = None,
-    ) -> Float[Tensor, "num_tokens num_heads value_dim"]:
+    ) -> Float[Tensor, "num_tokens num_heads output_dim"]:
         """Write the batch's keys and values, compute attention and record attention statistics.
 
         A layer that reads the lanes of another layer writes nothing.

@@ -30,9 +30,29 @@ _GEMMA4: Mapping[str, object] = {
     "enable_moe_block": False,
 }  # fmt: skip
 
+_DEEPSEEK: Mapping[str, object] = {
+    "vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128, "v_head_dim": 128, "max_position_embeddings": 4096,
+}  # fmt: skip
+_WITHOUT_EXPERTS: Mapping[str, object] = {"n_routed_experts": None, "moe_intermediate_size": None}
+
 DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "axk1": {
+        **_DEEPSEEK, "vocab_size": 163_840, "num_attention_heads": 64, "n_routed_experts": 192,
+        "first_k_dense_replace": 1, "max_position_embeddings": 32_768,
+    },
     "bloom": {"seq_length": 2048},
     "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    "deepseek_v2": {
+        **_DEEPSEEK, "vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 11_008,
+        "moe_intermediate_size": 1407, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "n_shared_experts": 2, "n_routed_experts": 64, "num_experts_per_tok": None,
+        "first_k_dense_replace": 0, "max_position_embeddings": 2048,
+    },
+    "deepseek_v3": _DEEPSEEK,
     "falcon": {"max_position_embeddings": 2048, "multi_query": True},
     "gemma": {"head_dim": 256},
     "gemma2": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
@@ -51,6 +71,13 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
         **_GEMMA4, "max_position_embeddings": 262_144, "sliding_window": 1024,
         "hidden_size_per_layer_input": 0,
     },
+    "glm4_moe_lite": {
+        **_DEEPSEEK, "vocab_size": 154_880, "hidden_size": 2048, "intermediate_size": 10_240,
+        "moe_intermediate_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 20,
+        "n_routed_experts": 64, "num_experts_per_tok": 4, "first_k_dense_replace": 1,
+        "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256,
+        "max_position_embeddings": 202_752,
+    },
     "gpt_bigcode": {"multi_query": True},
     "gpt_neo": {"window_size": 256},
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2},
@@ -61,6 +88,13 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
         "attention_chunk_size": 8192, "num_local_experts": 16, "num_experts_per_tok": 1,
         "n_shared_experts": 1,
     },
+    "longcat_flash": {
+        "vocab_size": 131_072, "hidden_size": 6144, "ffn_hidden_size": 12_288,
+        "expert_ffn_hidden_size": 2048, "num_layers": 28, "num_attention_heads": 64,
+        "n_routed_experts": 512, "zero_expert_num": 256, "moe_topk": 12, "kv_lora_rank": 512,
+        "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "max_position_embeddings": 131_072, "decoder_sparse_step": 2,
+    },
     "mimo_v2_flash": {
         "vocab_size": 152_576, "hidden_size": 4096, "intermediate_size": 16_384,
         "moe_intermediate_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 64,
@@ -69,14 +103,36 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
         "max_window_layers": 1, "n_routed_experts": 256, "num_experts_per_tok": 8,
         "first_k_dense_replace": 1,
     },
+    "minicpm3": {
+        **_DEEPSEEK, **_WITHOUT_EXPERTS, "vocab_size": 73_448, "hidden_size": 2560,
+        "intermediate_size": 6400, "num_hidden_layers": 62, "num_attention_heads": 40,
+        "kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+        "v_head_dim": None, "max_position_embeddings": 32_768,
+    },
     "mistral": {"sliding_window": 4096},
+    "mistral4": {
+        **_DEEPSEEK, "vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 12_288,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "n_routed_experts": 128,
+        "num_experts_per_tok": 4, "first_k_dense_replace": 0, "kv_lora_rank": 256,
+        "q_lora_rank": 1024, "qk_nope_head_dim": 64, "max_position_embeddings": 1_048_576,
+    },
     "olmo3": {"sliding_window": 4096, "sliding_window_pattern": 4},
     "qwen2": {"use_sliding_window": False, "max_window_layers": 28},
     "qwen2_moe": {"use_sliding_window": False, "max_window_layers": 28},
     "qwen3": {"head_dim": 128, "use_sliding_window": False, "max_window_layers": 28},
     "qwen3_moe": {"use_sliding_window": False},
+    "sarvam_mla": {
+        **_DEEPSEEK, "vocab_size": 262_144, "hidden_size": 4096, "intermediate_size": 16_384,
+        "num_hidden_layers": 32, "num_attention_heads": 64, "n_routed_experts": 128,
+        "first_k_dense_replace": 1, "q_lora_rank": None,
+    },
     "smollm3": {"use_sliding_window": False},
     "vaultgemma": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
+    "youtu": {
+        **_DEEPSEEK, **_WITHOUT_EXPERTS, "vocab_size": 128_256, "hidden_size": 2048,
+        "intermediate_size": 6144, "num_hidden_layers": 32, "num_attention_heads": 16,
+        "max_position_embeddings": 131_072,
+    },
 }  # fmt: skip
 """Values of missing keys, by model type."""
 
@@ -85,8 +141,8 @@ TIED_BY_DEFAULT = frozenset(
         "biogpt", "bloom", "cohere", "cohere2", "ctrl", "ernie4_5", "ernie4_5_moe", "falcon",
         "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text",
         "gemma4_unified_text", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese",
-        "granite_swa", "jetmoe", "mpt", "openai-gpt", "opt", "smollm3",
-        "starcoder2", "vaultgemma", "xglm",
+        "granite_swa", "jetmoe", "minicpm3", "mpt", "openai-gpt", "opt",
+        "smollm3", "starcoder2", "vaultgemma", "xglm", "youtu",
     }
 )  # fmt: skip
 """Families whose `tie_word_embeddings` is true by default."""
@@ -125,8 +181,11 @@ WINDOW_WITHOUT_QUERY = frozenset({"mimo_v2_flash"})
 LAST_LAYER_FULL = frozenset({"gemma4_text", "gemma4_unified_text"})
 """Families whose last layer has full attention, whatever `layer_types` says."""
 
-DENSE_BESIDE_EXPERTS = frozenset({"gemma4_text"})
+DENSE_BESIDE_EXPERTS = frozenset({"gemma4_text", "longcat_flash"})
 """Families whose layers with experts have a dense MLP too."""
+
+TWO_ATTENTIONS = frozenset({"longcat_flash"})
+"""Families whose decoder layers, counted by `num_layers`, have two attention layers each."""
 
 WINDOW_IGNORED = frozenset({"llama"})
 """Families whose attention ignores `sliding_window`."""
@@ -293,18 +352,17 @@ class ConfigReader:
         return self._integer(names, at_least=1)
 
     def num_layers(self) -> int | None:
-        """Return the number of layers, or None if the key is missing or null.
+        """Return the number of attention layers, or None if the key is missing or null.
 
         Raises:
             ModelError: not a positive integer, or more than `MAX_LAYERS`.
         """
-        names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-        value = self.positive_integer(*names)
+        name, _ = self._named("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+        value = self.positive_integer(name)
         if value is not None and value > MAX_LAYERS:
-            raise ModelError(
-                f"config.json: {self._named(*names)[0]!r} is {value}, expected {MAX_LAYERS} at most"
-            )
-        return value
+            raise ModelError(f"config.json: {name!r} is {value}, expected {MAX_LAYERS} at most")
+        pairs = name == "num_layers" and self.model_type in TWO_ATTENTIONS
+        return 2 * value if value is not None and pairs else value
 
     def optional_integer(self, *names: str) -> int | None:
         """Return an integer of 0 or more, or None if the key is missing or null.

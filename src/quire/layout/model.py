@@ -27,6 +27,7 @@ from quire.layout.config import (
     TIED_BY_DEFAULT,
     TWICE_THE_KV_HEADS,
     TWICE_THE_VALUE_DIM,
+    TWO_ATTENTIONS,
     UNGATED,
     WINDOW_IGNORED,
     WINDOW_WITHOUT_QUERY,
@@ -400,6 +401,8 @@ class MixtureSpec:
         experts_per_token: routed experts per token.
         expert_size: intermediate size of one expert.
         shared_size: intermediate size of the shared experts; 0 for none.
+        zero_experts: further routed experts per layer, which return their input. Transformers
+            allocates their first projections, which are not used.
     """
 
     num_layers: int
@@ -407,6 +410,7 @@ class MixtureSpec:
     experts_per_token: int
     expert_size: int
     shared_size: int = 0
+    zero_experts: int = 0
 
 
 def read_mixture(reader: ConfigReader, num_layers: int) -> MixtureSpec | None:
@@ -424,7 +428,9 @@ def read_mixture(reader: ConfigReader, num_layers: int) -> MixtureSpec | None:
     )
     if num_experts is None or num_experts <= 1 or not reader.flag("enable_moe_block", default=True):
         return None
-    own_size = reader.positive_integer("moe_intermediate_size", "ffn_config.ffn_hidden_size")
+    own_size = reader.positive_integer(
+        "moe_intermediate_size", "expert_ffn_hidden_size", "ffn_config.ffn_hidden_size"
+    )
     expert_size = own_size or reader.integer("intermediate_size")
     return MixtureSpec(
         num_layers=len(_expert_layers(reader, num_layers)),
@@ -439,6 +445,7 @@ def read_mixture(reader: ConfigReader, num_layers: int) -> MixtureSpec | None:
         ),
         expert_size=expert_size,
         shared_size=_shared_size(reader, expert_size),
+        zero_experts=reader.optional_integer("zero_expert_num") or 0,
     )
 
 
@@ -560,6 +567,7 @@ class VectorSpec:
         norm_bias: norms have a bias in addition to their weight.
         head_bias: the output embedding has a bias.
         layer_norms: number of norms of one layer, each as wide as the hidden size.
+        expert_norms: number of further norms of a layer with experts.
         query_key_norm: norm of queries and keys: "" (none), "head" (one weight for all heads), or
             "projection" (weight as wide as the projection).
         sinks: layers whose attention has a learned sink logit for each query head: "" (none),
@@ -573,6 +581,7 @@ class VectorSpec:
     norm_bias: bool = False
     head_bias: bool = False
     layer_norms: int = 2
+    expert_norms: int = 0
     query_key_norm: str = ""
     sinks: str = ""
 
@@ -609,6 +618,7 @@ PLAIN = VectorSpec()
 
 _ALL_BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "norm_bias": True}
 _IMPLIED: Mapping[str, Mapping[str, bool | int | str]] = {
+    "axk1": {"expert_norms": 1},
     "cohere": {"layer_norms": 1},
     "cohere2": {"layer_norms": 1},
     "gemma2": {"layer_norms": 4},
@@ -827,6 +837,11 @@ class ModelSpec:
         )
 
     @property
+    def decoder_layers(self) -> int:
+        """Number of decoder layers; in some families each has two attention layers."""
+        return self.num_layers // (2 if self.architecture in TWO_ATTENTIONS else 1)
+
+    @property
     def kv_layers(self) -> int:
         """Number of layers that store keys and values."""
         return sum(layer.source is None for layer in self.layers)
@@ -875,8 +890,11 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Number of parameters, experts, biases and norms included."""
-        experts = self.mixture.num_experts if self.mixture else 0
-        return self._parameters(experts)
+        mixture = self.mixture
+        if mixture is None:
+            return self._parameters(0)
+        unused = 2 * self.hidden_size * mixture.expert_size * mixture.zero_experts
+        return self._parameters(mixture.num_experts) + mixture.num_layers * unused
 
     @property
     def num_active_parameters(self) -> int:
@@ -971,8 +989,10 @@ class ModelSpec:
         if self.mixture is None:
             return dense
         shared = self._one_mlp(self.mixture.shared_size) if self.mixture.shared_size else 0
-        router = (self.hidden_size + self.vectors.router_bias) * self.mixture.num_experts
-        wide = experts * self._one_mlp(self.mixture.expert_size) + shared + router
+        routed = self.mixture.num_experts + self.mixture.zero_experts
+        router = (self.hidden_size + self.vectors.router_bias) * routed
+        norms = self.vectors.expert_norms * self.vectors.norm_parameters(self.hidden_size)
+        wide = experts * self._one_mlp(self.mixture.expert_size) + shared + router + norms
         return sparse * wide + dense
 
     def _one_mlp(self, width: int) -> int:
@@ -999,8 +1019,10 @@ def _model_heads(reader: ConfigReader, hidden_size: int, num_heads: int) -> Head
             value_dim=rank,
             latent=LatentSpec(
                 key_dim=reader.integer("qk_nope_head_dim"),
-                value_dim=reader.integer("v_head_dim"),
-                query_rank=reader.positive_integer("q_lora_rank"),
+                value_dim=reader.positive_integer("v_head_dim") or hidden_size // num_heads,
+                query_rank=None
+                if reader.is_null("q_lora_rank")
+                else reader.positive_integer("q_lora_rank"),
             ),
         )
     head_dim = _head_dim(reader, hidden_size, num_heads)

@@ -81,21 +81,22 @@ class PagedAttention(Protocol):
     def attend(
         self,
         call: AttentionCall,
-        query: Float[Tensor, "num_tokens num_heads head_dim"],
-        key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        query: Float[Tensor, "num_tokens num_heads query_dim"],
+        key: Float[Tensor, "num_tokens num_kv_heads key_dim"],
         value: Float[Tensor, "num_tokens num_kv_heads value_dim"],
-    ) -> Float[Tensor, "num_tokens num_heads value_dim"]:
+    ) -> Float[Tensor, "num_tokens num_heads output_dim"]:
         """Write keys and values, then attend causally by logical position.
 
         Args:
             call: layer, scale, window and extras.
-            query: [num_tokens, num_heads, head_dim], after RoPE for the forward's positions,
+            query: [num_tokens, num_heads, query_dim], after RoPE for the forward's positions,
                 except with `call.rope`.
-            key: [num_tokens, num_kv_heads, head_dim], likewise.
+            key: [num_tokens, num_kv_heads, key_dim], likewise; `key_dim` is `query_dim`, except
+                with `call.latent`.
             value: [num_tokens, num_kv_heads, value_dim], never rotated.
 
         Returns:
-            Weighted values, [num_tokens, num_heads, value_dim], typed like query.
+            Weighted values, [num_tokens, num_heads, output_dim], typed like query.
         """
         ...
 
@@ -270,10 +271,10 @@ class OwnValue:
     def attend(
         self,
         call: AttentionCall,
-        query: Float[Tensor, "num_tokens num_heads head_dim"],
-        key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        query: Float[Tensor, "num_tokens num_heads query_dim"],
+        key: Float[Tensor, "num_tokens num_kv_heads key_dim"],
         value: Float[Tensor, "num_tokens num_kv_heads value_dim"],
-    ) -> Float[Tensor, "num_tokens num_heads value_dim"]:
+    ) -> Float[Tensor, "num_tokens num_heads output_dim"]:
         _, values = call.math.heads(key.transpose(0, 1), value.transpose(0, 1))
         group = query.shape[1] // len(values)
         return values.transpose(0, 1).repeat_interleave(group, dim=1).to(query.dtype)

@@ -125,9 +125,9 @@ def check_shapes(
     spec = ModelSpec.from_config(config.to_dict())
     known = model_class(config)
     if known is not None:
-        _check_layers(spec.num_layers, stored, known)
-    elif spec.num_layers > len(stored):
-        raise _too_many_layers(spec.num_layers, f"{len(stored)} tensors")
+        _check_layers(spec.decoder_layers, stored, known)
+    elif spec.decoder_layers > len(stored):
+        raise _too_many_layers(spec.decoder_layers, f"{len(stored)} tensors")
     if getattr(config, "quantization_config", None):
         return  # packed weights have shapes of their own
     if known is not None:

@@ -260,10 +260,10 @@ class ReferenceBatch:
     def attend(
         self,
         call: AttentionCall,
-        query: Float[Tensor, "num_tokens num_heads head_dim"],
-        key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        query: Float[Tensor, "num_tokens num_heads query_dim"],
+        key: Float[Tensor, "num_tokens num_kv_heads key_dim"],
         value: Float[Tensor, "num_tokens num_kv_heads value_dim"],
-    ) -> Float[Tensor, "num_tokens num_heads value_dim"]:
+    ) -> Float[Tensor, "num_tokens num_heads output_dim"]:
         value_dim = value.shape[2] if call.latent is None else call.latent.value_dim
         out = query.new_empty(*query.shape[:2], value_dim)
         layer = self.layers[call.layer] if self.layers else LayerSpec()

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
 from quire.layout.config import check_sizes, dtype_bytes, read_config
-from quire.layout.model import LayerSpec, ModelSpec
+from quire.layout.model import LatentSpec, LayerSpec, ModelSpec
 from support import zoo
 from support.model_specs import small_spec
 
@@ -209,6 +209,90 @@ def test_default_windows_equal_those_of_transformers(kind: str):
 
 
 OMITTED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text", "llama4_text", "mimo_v2_flash")
+
+
+LATENTS = (
+    *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3"),
+    *("mistral4", "sarvam_mla", "youtu"),
+)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LATENTS if kind != "deepseek_v2"])
+def test_every_missing_key_of_latent_attention_has_the_default_of_transformers(kind: str):
+    config = AutoConfig.for_model(kind).to_dict()
+    found = ModelSpec.from_config({"model_type": "whole", "text_config": {"model_type": kind}})
+
+    assert found == ModelSpec.from_config(config)
+    latent = found.heads[0].latent
+    assert (found.head_dim, found.value_dim) == (config["qk_rope_head_dim"], config["kv_lora_rank"])
+    assert latent == LatentSpec(
+        key_dim=config["qk_nope_head_dim"],
+        value_dim=config["v_head_dim"],
+        query_rank=config["q_lora_rank"],
+    )
+
+
+def test_deepseek_v2_has_the_defaults_of_transformers_except_experts_per_token():
+    config = AutoConfig.for_model("deepseek_v2").to_dict() | {"num_experts_per_tok": 6}
+
+    found = ModelSpec.from_config({"model_type": "deepseek_v2", "num_experts_per_tok": 6})
+    assert found == ModelSpec.from_config(config)
+    with pytest.raises(ModelError, match="num_experts_per_tok"):
+        ModelSpec.from_config({"model_type": "deepseek_v2"})
+
+
+_SMALL_LATENT: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 14,
+}
+_LONGCAT = {"ffn_hidden_size": 40, "expert_ffn_hidden_size": 8, "moe_topk": 2, "num_layers": 3}
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"q_lora_rank": None}])
+@pytest.mark.parametrize("kind", LATENTS)
+def test_latent_layers_and_parameters_equal_those_of_transformers(
+    kind: str, changes: dict[str, Any]
+):
+    small = _SMALL_LATENT | changes
+    if kind in ("minicpm3", "youtu"):
+        small = without(small, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+    if "q_lora_rank" in changes and kind in ("axk1", "longcat_flash"):
+        pytest.skip("queries are always compressed")
+    if kind == "longcat_flash":
+        small = without(small, "num_hidden_layers", **_LONGCAT)
+    config = AutoConfig.for_model(kind, **deepcopy(small))
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    found = [module for module in model.modules() if hasattr(type(module), "expand_kv")]
+    written = json.loads(config.to_json_string(use_diff=False))
+    check_sizes(written)
+    spec = ModelSpec.from_config(written)
+
+    assert spec == ModelSpec.from_config({**small, "model_type": kind})
+    head = 0 if spec.tied_embeddings else spec.embedding_parameters
+    assert spec.num_parameters - head == sum(p.numel() for p in model.parameters())
+    assert [module.layer_idx for module in found] == list(range(spec.num_layers))
+    assert len(model.layers) == spec.decoder_layers
+    for module, heads in zip(found, spec.heads, strict=True):
+        assert module.kv_a_proj_with_mqa.out_features == heads.values_per_token == 26
+        assert module.o_proj.in_features == heads.query_heads * heads.projected_dims[1] == 4 * 14
+        assert heads.latent is not None
+        assert heads.latent.query_rank == module.q_lora_rank
+        assert heads.projected_dims[0] == module.qk_head_dim
 
 
 @pytest.mark.parametrize("kind", OMITTED)
@@ -519,6 +603,7 @@ def test_missing_config_key_is_named(key: str):
         ({"per_layer_config": {"3": {"head_dim": 0}}}, "'head_dim' is 0"),
         ({"attention_chunk_size": 64, "no_rope_layers": [1]}, "'no_rope_layers' has 1 entries"),
         ({"layer_types": ["chunked_attention"] * 32}, "no 'attention_chunk_size'"),
+        ({"kv_lora_rank": 512}, "no 'qk_rope_head_dim'"),
     ],
 )
 def test_invalid_config_value_is_rejected_with_its_name(change: dict[str, Any], message: str):
@@ -529,7 +614,6 @@ def test_invalid_config_value_is_rejected_with_its_name(change: dict[str, Any], 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"kv_lora_rank": 512}, "caches a latent"),
         ({"is_encoder_decoder": True}, "has an encoder"),
         ({"type_vocab_size": 2}, "is an encoder"),
         ({"state_size": 16}, "recurrent"),
@@ -542,7 +626,7 @@ def test_models_without_plain_kv_are_rejected_with_the_reason(change: dict[str, 
         ModelSpec.from_config(LLAMA_8B | change)
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "mamba2", "jamba", "bert", "lfm2"])
+@pytest.mark.parametrize("kind", ["mamba2", "jamba", "bert", "lfm2"])
 def test_default_configs_of_unsupported_models_are_rejected(kind: str):
     with pytest.raises(UnsupportedModel):
         ModelSpec.from_config(AutoConfig.for_model(kind).to_dict())

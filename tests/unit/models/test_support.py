@@ -70,7 +70,6 @@ def test_configs_of_unsupported_families_are_refused(
 @pytest.mark.parametrize(
     ("property_name", "value", "word"),
     [
-        ("kv_lora_rank", 16, "MLA"),
         ("attention_chunk_size", 64, "chunked"),
         ("num_kv_shared_layers", 1, "other layers"),
         ("index_topk", 8, "indexer"),
