@@ -29,8 +29,9 @@ static int one_case(int path, int dtype) {
     int capacity = (widest + tokens - 1) / tokens, pages = rows * lanes * capacity;
     uint8_t *arena = malloc((size_t)(pages * page_bytes));
     int32_t *table = malloc(sizeof(int32_t) * pages);
-    int num_heads = lanes * heads * group;
-    size_t query_count = (size_t)total * num_heads * dim;
+    int has_blocks = quire_block_queries(path, dim) && quire_block_queries(path, width[1]);
+    int joined = has_blocks && between(0, 1), num_heads = lanes * heads * group, wide = dim + joined * width[1];
+    size_t query_count = (size_t)total * num_heads * wide;
     uint8_t *query = malloc(query_count * item), *out = malloc((size_t)total * num_heads * width[1] * item);
     float *sinks = between(0, 1) ? malloc(sizeof(float) * num_heads) : NULL;
     float *sums = between(0, 1) ? calloc((size_t)rows * num_heads * widest, sizeof(float)) : NULL;
@@ -38,7 +39,6 @@ static int one_case(int path, int dtype) {
     int window = between(0, 1) ? between(1, 60) : 0;
     part walks[60], blocks[12], merges[3], sum_parts[9];
     int num_walks = 0, num_blocks = 0, num_merges = 0, num_sums = 0, num_partials = 0;
-    int has_blocks = quire_block_queries(path, dim) && quire_block_queries(path, width[1]);
     for (int r = 0; r < rows; r++) {
         if (new_tokens[r] > 1 && has_blocks && between(0, 1)) { /* in one part */
             blocks[num_blocks++] = (part){r, 0, new_tokens[r] * group, 1};
@@ -59,7 +59,7 @@ static int one_case(int path, int dtype) {
     }
     float *normalisers = malloc(sizeof(float) * 2 * total * num_heads);
     float *partials = malloc(sizeof(float) * num_heads * (num_partials + 1) * (width[1] + 2));
-    int64_t scratch_bytes = quire_scratch_bytes(dim, width[1], sums ? widest : 0, heads);
+    int64_t scratch_bytes = quire_scratch_bytes(wide, width[1], sums ? widest : 0, heads);
     uint8_t *scratch = aligned_alloc(64, scratch_bytes);
     for (int64_t i = 0; i < pages * page_bytes / item; i++) store_number(arena, i, dtype, NAN);
     for (int i = 0; i < pages; i++) table[i] = pages - 1 - i;
@@ -81,12 +81,12 @@ static int one_case(int path, int dtype) {
         .key = arena, .value = arena + value_at * item, .page_bytes = page_bytes, .table = table,
         .table_row_stride = (int64_t)lanes * capacity, .table_lane_stride = capacity, .rows = row_ids,
         .slots = slots, .starts = starts, .tokens = new_tokens, .query = query,
-        .query_token_stride = (int64_t)num_heads * dim, .query_head_stride = dim, .out = out,
+        .query_token_stride = (int64_t)num_heads * wide, .query_head_stride = wide, .out = out, .joined = joined,
         .sinks = sinks, .column_sums = sums, .sums_stride = widest, .normalisers = sums ? normalisers : NULL,
         .partials = partials, .scratch = scratch, .scratch_bytes = scratch_bytes, .walks = walks,
         .blocks = blocks, .merges = merges, .sums = sum_parts, .num_walks = num_walks,
         .num_blocks = num_blocks, .num_merges = num_merges, .num_sums = sums ? num_sums : 0,
-        .num_partials = num_partials, .num_lanes = lanes, .heads_per_page = heads, .group = group, .heads_together = between(0, 1) ? heads : 1, .head_dim = dim,
+        .num_partials = num_partials, .num_lanes = lanes, .heads_per_page = heads, .group = group, .heads_together = !joined && between(0, 1) ? heads : 1, .head_dim = wide,
         .page_tokens = tokens, .dtype = dtype, .window = window,
         .scale = 0.3f, .softcap = between(0, 2) ? 0 : 2.5f, .path = path,
         .key_coding = plain[0], .value_coding = plain[1],
@@ -99,13 +99,16 @@ static int one_case(int path, int dtype) {
                 int kv = h / group, lane = kv / heads, own = slots[r * lanes + lane] - new_tokens[r] + n;
                 int first = a.window && own + 1 > a.window ? own + 1 - a.window : 0;
                 double top = sinks ? sinks[h] : -INFINITY, sum = 0;
-                int64_t q = ((starts[r] + n) * num_heads + h) * (int64_t)dim;
+                int64_t q = ((starts[r] + n) * num_heads + h) * (int64_t)wide;
                 for (int s = first; s <= own; s++) {
                     int64_t page = table[(r * lanes + lane) * capacity + s / tokens];
                     int64_t at = page * page_bytes / item + ((int64_t)(kv % heads) * tokens + s % tokens) * dim;
+                    int64_t of_value = page * page_bytes / item + value_at + ((int64_t)(kv % heads) * tokens + s % tokens) * width[1];
                     double product = 0;
+                    for (int d = 0; d < wide - dim; d++)
+                        product += (double)load_number(query, q + d, dtype) * load_number(arena, of_value + d, dtype);
                     for (int d = 0; d < dim; d++)
-                        product += (double)load_number(query, q + d, dtype) * load_number(arena, at + d, dtype);
+                        product += (double)load_number(query, q + wide - dim + d, dtype) * load_number(arena, at + d, dtype);
                     product *= a.scale;
                     if (a.softcap > 0) product = a.softcap * tanh(product / a.softcap);
                     weight[s] = product;
@@ -122,7 +125,7 @@ static int one_case(int path, int dtype) {
                         int64_t at = page * page_bytes / item + value_at + ((int64_t)(kv % heads) * tokens + s % tokens) * width[1];
                         expected += weight[s] / sum * load_number(arena, at + d, dtype);
                     }
-                    double error = fabs(expected - load_number(out, q / dim * width[1] + d, dtype));
+                    double error = fabs(expected - load_number(out, q / wide * width[1] + d, dtype));
                     if (!(error <= worst)) worst = error;
                 }
             }
@@ -185,27 +188,28 @@ static int one_coded(int path) {
     }
     int32_t *table = malloc(sizeof(int32_t) * columns);
     for (int i = 0; i < columns; i++) table[i] = columns - 1 - i;
-    int num_heads = heads * group;
-    float *query = malloc(sizeof(float) * count * num_heads * dim), *out = malloc(sizeof(float) * count * num_heads * values);
+    int has_blocks = quire_block_queries(path, dim) && quire_block_queries(path, values);
+    int joined = has_blocks && between(0, 1), num_heads = heads * group, wide = dim + joined * values;
+    float *query = malloc(sizeof(float) * count * num_heads * wide), *out = malloc(sizeof(float) * count * num_heads * values);
     float *sums = calloc((size_t)num_heads * slots, sizeof(float)), *normalisers = malloc(sizeof(float) * 2 * count * num_heads);
-    int dtype = between(0, 1) ? BF16 : F32, numbers = count * num_heads * dim, outputs = count * num_heads * values;
+    int dtype = between(0, 1) ? BF16 : F32, numbers = count * num_heads * wide, outputs = count * num_heads * values;
     uint16_t *half_query = malloc(2 * numbers), *half_out = malloc(2 * outputs);
     for (int i = 0; i < numbers; i++) {
         half_query[i] = to_bf16(query[i] = number());
         if (dtype == BF16) query[i] = from_bf16(half_query[i]);
     }
-    int blocked = count > 1 && quire_block_queries(path, dim) && quire_block_queries(path, values);
+    int blocked = count > 1 && has_blocks;
     part whole = {0, 0, blocked ? count * group : slots, blocked ? 1 : -1};
-    int64_t scratch_bytes = quire_scratch_bytes(dim, values, slots, heads);
+    int64_t scratch_bytes = quire_scratch_bytes(wide, values, slots, heads);
     uint8_t *scratch = aligned_alloc(64, scratch_bytes);
     attention_args a = {
         .key = arena + codes[0], .value = arena + codes[1], .page_bytes = page_bytes, .table = table,
         .table_row_stride = columns, .table_lane_stride = columns, .rows = &zero, .slots = &slots,
-        .starts = &zero, .tokens = &new_tokens, .query = dtype == BF16 ? (void *)half_query : query, .query_token_stride = (int64_t)num_heads * dim,
-        .query_head_stride = dim, .out = dtype == BF16 ? (void *)half_out : out, .column_sums = sums, .sums_stride = slots,
+        .starts = &zero, .tokens = &new_tokens, .query = dtype == BF16 ? (void *)half_query : query, .query_token_stride = (int64_t)num_heads * wide,
+        .query_head_stride = wide, .joined = joined, .out = dtype == BF16 ? (void *)half_out : out, .column_sums = sums, .sums_stride = slots,
         .normalisers = normalisers, .scratch = scratch, .scratch_bytes = scratch_bytes, .walks = &whole,
         .blocks = &whole, .num_walks = !blocked, .num_blocks = blocked, .num_lanes = 1, .heads_per_page = heads,
-        .group = group, .heads_together = between(0, 1) ? heads : 1, .head_dim = dim, .page_tokens = tokens,
+        .group = group, .heads_together = !joined && between(0, 1) ? heads : 1, .head_dim = wide, .page_tokens = tokens,
         .dtype = dtype, .scale = 0.3f, .path = path, .coded = 1, .key_coding = key, .value_coding = value,
     };
     if (quire_attend(&a, NULL, 1)) return 1;
@@ -215,13 +219,14 @@ static int one_coded(int path) {
     for (int h = 0; h < num_heads; h++)
         for (int n = 0; n < count; n++) {
             lane l = lane_of(&a, 0, h / group);
-            const float *q = query + ((int64_t)n * num_heads + h) * dim, *got = out + (q - query) / dim * values;
+            const float *q = query + ((int64_t)n * num_heads + h) * wide, *got = out + (q - query) / wide * values;
             double top = -INFINITY, sum = 0;
             int own = slots - count + n;
             for (int s = 0; s <= own; s++) {
-                decode_vector(&key, a.key, place_of(&a, &l, s), vector);
+                if (joined) decode_vector(&value, a.value, place_of(&a, &l, s), vector);
+                decode_vector(&key, a.key, place_of(&a, &l, s), vector + wide - dim);
                 weight[s] = 0;
-                for (int d = 0; d < dim; d++) weight[s] += (double)q[d] * vector[d] * a.scale;
+                for (int d = 0; d < wide; d++) weight[s] += (double)q[d] * vector[d] * a.scale;
                 top = fmax(top, weight[s]);
             }
             for (int s = 0; s <= own; s++) sum += weight[s] = exp(weight[s] - top);
@@ -242,6 +247,7 @@ static int one_coded(int path) {
     free(arena), free(table), free(query), free(out), free(sums), free(normalisers), free(scratch);
     free(weight), free(expected), free(vector), free(half_query), free(half_out);
     double allowed = value.kind == FP8_CODES || key.kind == FP8_CODES ? 1e-3 : 5e-5; /* up to 448 */
+    if (joined && multiplies_pairs(&a)) allowed = 2e-2; /* codes and weights are rounded to bfloat16 */
     if (worst <= allowed) return 0;
     fprintf(stderr, "path %d dims %d %d codes %d %d: error %g\n", path, dim, values, key.kind, value.kind, worst);
     return 1;

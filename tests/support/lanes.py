@@ -80,10 +80,11 @@ class Lanes:
         first = 0 if self.window is None else max(0, oldest + 1 - self.window)
         return torch.arange(first, slots)
 
-    def query(self, group):
-        """Random queries of the flat batch."""
+    def query(self, group, *, joined=False):
+        """Random queries of the flat batch, which are compared with keys or with joined keys."""
         heads = self.pages.num_lanes * self.pages.key.shape[1] * group
-        shape = (int(self.tokens.sum()), heads, self.pages.key.shape[3])
+        dim = self.pages.key.shape[3] + joined * self.pages.value.shape[3]
+        shape = (int(self.tokens.sum()), heads, dim)
         return torch.randn(shape, generator=self.generator).to(self.dtype)
 
     def fresh(self):

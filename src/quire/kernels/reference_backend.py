@@ -211,8 +211,8 @@ def _num_tokens(full: FullPrecisionPages, row: int) -> int:
 
 def attend_reference(
     query: Float[Tensor, "query num_heads head_dim"],
-    key: Float[Tensor, "token num_kv_heads head_dim"],
-    value: Float[Tensor, "token num_kv_heads value_dim"],
+    key: Float[Tensor, "token num_kv_heads _"],
+    value: Float[Tensor, "token num_kv_heads _"],
     *,
     math: AttentionMath,
     query_positions: Int[Tensor, " query"],

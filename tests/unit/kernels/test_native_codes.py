@@ -105,17 +105,18 @@ def cases(draw):
     softcap=st.sampled_from([None, 2.0]),
     with_sinks=st.booleans(),
     rounded=st.sampled_from([None, False, True]),
+    joined=st.booleans(),
 )
 def test_attention_over_codes_equals_attention_over_decoded_vectors(
-    path, case, group, softcap, with_sinks, rounded
+    path, case, group, softcap, with_sinks, rounded, joined
 ):
     lanes, codec = case
-    query = lanes.query(group)
+    query = lanes.query(group, joined=joined)
     pages = coded_twin(lanes, codec)
     sinks = torch.linspace(-2, 2, query.shape[1]) if with_sinks else None
     slopes = torch.linspace(0.02, 0.7, query.shape[1])
     alibi = None if rounded is None else Alibi(slopes, 0.7, rounded)
-    math = AttentionMath(query.shape[2] ** -0.5, softcap, sinks, alibi=alibi)
+    math = AttentionMath(query.shape[2] ** -0.5, softcap, sinks, alibi=alibi, joined=joined)
     expected, expected_sums = lanes.attend_with_sums(ReferenceAttention(), query, math)
     got, sums = on_codes(native(path), lanes, pages, query, math)
 
@@ -169,6 +170,34 @@ def test_attention_over_codes_with_half_precision_queries(codec, tokens, dims):
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.float(), expected, atol=1e-4, rtol=2**-8)
     torch.testing.assert_close(sums, expected_sums, atol=1e-5, rtol=1e-3)
+
+
+@every_pair(
+    path=[path for path in SUPPORTED_PATHS if path],
+    codec=["bfloat16/int8", "int8", "bfloat16/int4", "int4/fp8"],
+    tokens=[[1, 1], [5, 33]],
+    dims=[(64, 512), (32, 96), (8, 24)],
+    group=[4, 20, 64],
+)
+def test_half_precision_queries_attend_to_latents_in_codes(path, codec, tokens, dims, group):
+    """Codes of int8 are rounded to bfloat16 if the CPU has products of it."""
+    lanes = Lanes(
+        tokens=tokens,
+        slots=[[2300], [77]],
+        heads=1,
+        head_dim=dims[0],
+        value_dim=dims[1],
+        page_tokens=16,
+        dtype=torch.float32,
+    )
+    query = lanes.query(group, joined=True).bfloat16()
+    pages, math = coded_twin(lanes, codec), AttentionMath(sum(dims) ** -0.5, joined=True)
+    expected, expected_sums = lanes.attend_with_sums(ReferenceAttention(), query.float(), math)
+    got, sums = on_codes(native(path, Refusing()), lanes, pages, query, math)
+
+    atol = 2e-2 * float(expected.abs().max())
+    torch.testing.assert_close(got.float(), expected, atol=atol, rtol=2**-8)
+    torch.testing.assert_close(sums, expected_sums, atol=2e-3, rtol=2e-2)
 
 
 @pytest.mark.parametrize("path", SUPPORTED_PATHS, ids=[PATHS[path] for path in SUPPORTED_PATHS])

@@ -26,7 +26,8 @@ enum { PATH_PLAIN = 0, PATH_AVX2 = 1, PATH_AVX512 = 2, PATH_AVX512_BF16 = 3 };
 /* A unit of work, executed for every KV head.
  *
  * list     first, count are      partial
- * walks    slots of the lane     index of its partial result to merge, or -1 if it is the whole row
+ * walks    slots of the lane     index of its partial result to merge, or -1 if it is the whole row;
+ *                                with joined keys, walked by a block of the query heads of the KV head
  * blocks   query vectors         1: has all of the row's vectors, and computes its column sums if requested
  * merges   not used              index of the first partial result; count is their number
  * sums     slots of the lane     not used
@@ -114,6 +115,7 @@ typedef struct {
     float scale, softcap;                         /* softcap 0: none; below 0: none, but biases */
     int32_t num_tallies, num_rings;
     int32_t path, coded; /* coded: pages store vectors as in the two codings, not as `dtype` */
+    int32_t joined, unused; /* joined: the key of a slot is its value, followed by its stored key */
     coding key_coding, value_coding; /* also of plain pages */
 } attention_args;
 

@@ -276,6 +276,8 @@ class AttentionArgs(ctypes.Structure):
         ("num_rings", ctypes.c_int32),
         ("path", ctypes.c_int32),
         ("coded", ctypes.c_int32),
+        ("joined", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
         ("key_coding", CodingArgs),
         ("value_coding", CodingArgs),
     )
@@ -381,11 +383,17 @@ def copied(args: Args, number: int) -> "ctypes.Array[Args]":
     return (type(args) * number).from_buffer_copy(bytes(args) * number)
 
 
+EXPANDED = "latents that are expanded to keys and values of heads"
+
+
 def unfit_tensors(
     pages: LayerPages, math: AttentionMath, query: Tensor, column_sums: Tensor | None
 ) -> str | None:
     """Return why the C library cannot read these tensors, or None."""
-    heads, (head_dim, _) = pages.key.shape[1], dims_of(pages)
+    if math.latent is not None and not math.joined:
+        return EXPANDED
+    heads, dims = pages.key.shape[1], dims_of(pages)
+    head_dim = sum(dims) if math.joined else dims[0]
     planes = (pages.key, pages.value)
     if any(t.device.type != "cpu" for t in (*planes, pages.table, pages.rows, query)):
         return "tensors are not all on the CPU"
@@ -407,6 +415,24 @@ def unfit_tensors(
     ):
         return "column sums that are not contiguous float32"
     return _unfit_heads(math, query.shape[1])
+
+
+def unfit_blocks(dim: int, max_dim: int, group: int, block_queries: int) -> str | None:
+    """Return why blocks of query vectors cannot attend to joined keys, or None.
+
+    Args:
+        dim: the most elements of a value or of a stored key.
+        max_dim: the most elements that blocks unpack.
+        group: query heads of a KV head.
+        block_queries: query vectors of a block; 0 if there are none for these elements.
+    """
+    if block_queries == 0:
+        return "joined keys without vector instructions, or whose parts are no multiples of 8"
+    if dim > max_dim:
+        return f"joined keys with a part of {dim} elements, above {max_dim}"
+    if group > block_queries:
+        return f"joined keys with {group} query heads per KV head, above {block_queries}"
+    return None
 
 
 def _unfit_heads(math: AttentionMath, num_heads: int) -> str | None:

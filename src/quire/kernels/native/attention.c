@@ -6,7 +6,8 @@
  *
  *     walks   few query vectors over many slots, read directly from the pages (walk.h); a long row is
  *             divided into several walks, whose results are merged
- *     blocks  many query vectors, as matrix products over packed slots (blocked.h)
+ *     blocks  many query vectors, as matrix products over packed slots (blocked.h); with joined keys, all
+ *             query heads of a KV head, also in walks
  *
  * and, after all of these, the parts that need their results:
  *
@@ -32,8 +33,28 @@ static void do_block(const attention_args *a, const item *now, const item *next,
     (void)next;
 #ifdef HAVE_X86
     if (a->path == PATH_AVX2) attend_block_avx2(a, p, kv_head, scratch);
-    else if (a->path == PATH_AVX512_BF16 && a->dtype == BF16 && !a->coded) attend_block_bf16(a, p, kv_head, scratch);
+    else if (multiplies_pairs(a)) attend_block_bf16(a, p, kv_head, scratch);
     else attend_block_f32(a, p, kv_head, scratch);
+#endif
+}
+
+/* A walk with joined keys: each number that is read is multiplied by those of all query heads. */
+static void do_joined_walk(const attention_args *a, const item *now, const item *next, uint8_t *scratch) {
+    const part *p = now->of;
+    int kv_head = now->number;
+    (void)next;
+#ifdef HAVE_X86
+    int sums = a->column_sums && (a->num_tallies == 0 || is_tallied(a, p->row));
+    const block *b = (block *)scratch;
+    if (a->path == PATH_AVX2) walk_block_avx2(a, p, kv_head, sums, scratch);
+    else if (multiplies_pairs(a)) walk_block_bf16(a, p, kv_head, sums, scratch);
+    else walk_block_f32(a, p, kv_head, sums, scratch);
+    for (int m = 0; m < a->group; m++) {
+        const float *out = b->out + (int64_t)m * a->value_coding.dim, *logits = sums ? b->kept : NULL;
+        vector_result r = {out, logits, b->maximum[m], b->sum[m], b->low[m], b->high[m]};
+        finish_vector(a, p, kv_head, m, r);
+    }
+    if (sums && a->num_tallies && p->partial < 0) tally_row(a, p->row, kv_head);
 #endif
 }
 
@@ -43,7 +64,7 @@ static void do_sums(const attention_args *a, const item *now, const item *next, 
     (void)next;
 #ifdef HAVE_X86
     if (a->path == PATH_AVX2) sum_columns_avx2(a, p, kv_head, scratch);
-    else if (a->path == PATH_AVX512_BF16 && a->dtype == BF16 && !a->coded) sum_columns_bf16(a, p, kv_head, scratch);
+    else if (multiplies_pairs(a)) sum_columns_bf16(a, p, kv_head, scratch);
     else sum_columns_f32(a, p, kv_head, scratch);
 #endif
 }
@@ -234,7 +255,7 @@ static int record(const attention_args *a, parallel_for run) {
 int quire_attend(const attention_args *args, parallel_for run, int num_threads) {
     int heads = num_kv_heads(args);
     work first = {args, {args->blocks, args->walks}, {args->num_blocks, args->num_walks},
-                  {heads, heads / args->heads_together}, {do_block, do_walk}, 1, 0};
+                  {heads, heads / args->heads_together}, {do_block, args->joined ? do_joined_walk : do_walk}, 1, 0};
     work then = {args, {args->merges, args->sums}, {args->num_merges, args->num_sums},
                  {heads, heads}, {do_merge, do_sums}, 1, 0};
     clear_sums(args);

@@ -36,6 +36,8 @@ from quire.kernels.backend import (
 from quire.kernels.coded import CodedPlanes
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.arguments import (
+    AVX2,
+    EXPANDED,
     MEAN_COSINES,
     NORMS,
     WINDOW_SUMS,
@@ -44,6 +46,7 @@ from quire.kernels.native.arguments import (
     can_score,
     can_tally,
     can_write,
+    unfit_blocks,
     unfit_tensors,
 )
 from quire.kernels.native.call import (
@@ -282,20 +285,26 @@ class NativeAttention:
         column_sums: Tensor | None,
     ) -> Ready:
         check_column_sums(plan, query, column_sums)
-        unfit = unfit_tensors(pages, math, query, column_sums)
+        group = query.shape[1] // (pages.num_lanes * pages.key.shape[1])
+        unfit, library = unfit_tensors(pages, math, query, column_sums), self._library
+        if math.joined and not library.blocks(*dims_of(pages)):  # narrower vectors fit more dims
+            library = replace(library, path=min(library.path, AVX2))
+        blocks = library.blocks(*dims_of(pages))
+        if math.joined and unfit is None:
+            unfit = unfit_blocks(max(dims_of(pages)), library.max_head_dim, group, blocks)
         if plan.token_row is not None:
             if unfit or column_sums is not None:
                 reason = unfit or "column sums"
                 raise InvariantError(f"cannot compute attention token by token: {reason}")
             pages = replace(pages, rows=pages.rows[plan.token_row])
         if unfit:
-            self._notice(unfit)
+            if unfit != EXPANDED:  # which is chosen where it takes less time
+                self._notice(unfit)
             whole = self._gathered.plan(plan.step, plan.lanes, plan.page_tokens, plan.slot_bytes)
             return Ready(None, whole)
-        group = query.shape[1] // (pages.num_lanes * pages.key.shape[1])
-        blocks = self._library.blocks(*dims_of(pages))
-        parts = cut(plan.step, plan.lanes, group=group, block_queries=blocks)
-        call = NativeCall(self._library, plan.step, plan.lanes, parts, pages, query, column_sums)
+        parts = cut(plan.step, plan.lanes, group=group, block_queries=blocks, joined=math.joined)
+        step, lanes = plan.step, plan.lanes
+        call = NativeCall(library, step, lanes, parts, pages, query, column_sums)
         return Ready(call, gathered_chunks(plan, parts.others) if len(parts.others) else None)
 
     def _notice(self, reason: str) -> None:

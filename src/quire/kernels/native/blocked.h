@@ -66,14 +66,22 @@ static block *lay_out_block(uint8_t *scratch, const attention_args *a, int units
     return b;
 }
 
-/* Return the numbers of a slot, or its codes decoded to float32 in `decoded`. */
-INLINE const uint8_t *slot_numbers(const attention_args *a, const uint8_t *plane, const coding *c,
-                                   const lane *l, int64_t slot, float *decoded) {
-    place p = place_of(a, l, slot);
-    if (!a->coded) return vector_at(plane, c, p);
-    decode_vector(c, plane, p, decoded);
-    return (const uint8_t *)decoded;
+/* Whether vectors are signed bytes with a scale each. */
+static inline int has_bytes(const coding *c) {
+    return c->kind == INT8_CODES && c->channels == c->dim && c->scales && !c->zeros && !c->num_outliers;
 }
+
+/* Whether vectors are read as pairs of bfloat16. */
+static inline int pairs_of(const coding *c) { return (c->kind == PLAIN_NUMBERS && c->dtype == BF16) || has_bytes(c); }
+
+/* Whether blocks multiply pairs of bfloat16. Codes are rounded to bfloat16 if keys are joined only. */
+static inline int multiplies_pairs(const attention_args *a) {
+    if (a->path != PATH_AVX512_BF16 || a->dtype != BF16) return 0;
+    return !a->coded || (a->joined && pairs_of(&a->key_coding) && pairs_of(&a->value_coding));
+}
+
+/* Type of the numbers that are packed as float32. */
+static inline int numbers_type(const coding *c) { return c->kind == PLAIN_NUMBERS ? c->dtype : F32; }
 
 /* Prefetch the key of a slot; slots in the order of positions are scattered over pages. */
 static inline void prefetch_vector(const attention_args *a, const lane *l, int64_t slot) {

@@ -56,33 +56,60 @@ INLINE TARGET V(units) NAME(load_units)(const uint8_t *vector, int d, int dim, i
 #endif
 }
 
-/* Pack keys of slots first + skip .. first + count - 1; zeros for others up to a multiple of COLUMNS. `order`, or
- * NULL, has the slots with these numbers. */
-static TARGET void NAME(pack_keys)(const attention_args *a, block *b, const lane *l, const int64_t *order,
-                                   int64_t first, int skip, int count) {
+/* Return the numbers of a slot, or its codes decoded in `decoded`: to bfloat16 for pairs, else to float32. */
+INLINE TARGET const uint8_t *NAME(slot_numbers)(const attention_args *a, const uint8_t *plane, const coding *c,
+                                                const lane *l, int64_t slot, float *decoded) {
+    place p = place_of(a, l, slot);
+    const uint8_t *codes = vector_at(plane, c, p);
+    if (c->kind == PLAIN_NUMBERS) return codes;
+    if (has_bytes(c)) {
+        V(vec) scale = V(set)(half_at(c->scales, p.page_at, p.record));
+        for (int d = 0; d < c->dim; d += LANES) {
+            V(vec) x = V(mul)(V(bytes)(codes + d), scale);
+#if PAIRS
+            _mm256_storeu_si256((void *)((uint16_t *)decoded + d), (__m256i)_mm512_cvtneps_pbh(x));
+#else
+            V(put)(decoded + d, x);
+#endif
+        }
+    } else decode_vector(c, plane, p, decoded);
+    return (const uint8_t *)decoded;
+}
+
+/* Pack vectors of one plane as units `at` .. of the keys of slots first + skip .. first + count - 1; zeros for others
+ * up to a multiple of COLUMNS. `order`, or NULL, has the slots with these numbers. */
+static TARGET void NAME(pack_plane)(const attention_args *a, block *b, const uint8_t *plane, const coding *c, int at,
+                                    const lane *l, const int64_t *order, int64_t first, int skip, int count) {
     float decoded[LANES][MAX_HEAD_DIM];
-    int dtype = a->coded ? F32 : a->dtype;
+    int dtype = numbers_type(c), units = c->dim / STEP;
     for (int group = 0; group < count; group += COLUMNS)
         for (int i = group; i < group + COLUMNS; i += LANES) {
             const uint8_t *vectors[LANES];
             for (int j = 0; j < LANES; j++) {
                 int inside = i + j >= skip && i + j < count;
                 int64_t slot = inside && order ? order[first + i + j] : first + i + j;
-                vectors[j] = inside ? slot_numbers(a, a->key, &a->key_coding, l, slot, decoded[j]) : NULL;
+                vectors[j] = inside ? NAME(slot_numbers)(a, plane, c, l, slot, decoded[j]) : NULL;
             }
             for (int j = 0; order && j < LANES && i + j + COLUMNS < count; j++)
                 prefetch_vector(a, l, order[first + i + j + COLUMNS]);
-            uint32_t *packed = b->key + (int64_t)group * b->units + i - group;
-            for (int unit = 0; unit < b->units; unit += LANES) {
+            uint32_t *packed = b->key + (int64_t)group * b->units + (int64_t)at * COLUMNS + i - group;
+            for (int unit = 0; unit < units; unit += LANES) {
                 V(units) rows[LANES];
                 for (int j = 0; j < LANES; j++)
-                    rows[j] = vectors[j] ? NAME(load_units)(vectors[j], unit * STEP, a->head_dim, dtype)
+                    rows[j] = vectors[j] ? NAME(load_units)(vectors[j], unit * STEP, c->dim, dtype)
                                          : V(no_units)();
                 V(transpose)(rows);
-                for (int j = 0; j < LANES && unit + j < b->units; j++)
+                for (int j = 0; j < LANES && unit + j < units; j++)
                     V(put_units)(packed + (int64_t)(unit + j) * COLUMNS, rows[j]);
             }
         }
+}
+
+static TARGET void NAME(pack_keys)(const attention_args *a, block *b, const lane *l, const int64_t *order,
+                                   int64_t first, int skip, int count) {
+    const coding *key = &a->key_coding, *value = &a->value_coding;
+    if (a->joined) NAME(pack_plane)(a, b, a->value, value, 0, l, order, first, skip, count);
+    NAME(pack_plane)(a, b, a->key, key, a->joined ? value->dim / STEP : 0, l, order, first, skip, count);
 }
 
 /* Pack values of the same slots; zeros for others up to a multiple of 16 slots. */
@@ -90,21 +117,18 @@ static TARGET void NAME(pack_values)(const attention_args *a, block *b, const la
                                      int skip, int count) {
     const coding *c = &a->value_coding;
     int dim = c->dim;
+    float decoded[STEP][MAX_HEAD_DIM];
 #if !PAIRS
-    float decoded[MAX_HEAD_DIM];
-    int dtype = a->coded ? F32 : a->dtype;
+    int dtype = numbers_type(c);
 #endif
     for (int i = 0; i < (count + 15) / 16 * 16; i += STEP) {
         uint32_t *packed = b->value + (int64_t)(i / STEP) * dim;
 #if PAIRS
-        const uint8_t *one = i >= skip && i < count ? slot_numbers(a, a->value, c, l, first + i, NULL) : NULL;
         const uint8_t *two = NULL;
-        if (i + 1 >= skip && i + 1 < count) two = slot_numbers(a, a->value, c, l, first + i + 1, NULL);
-#else
-        const uint8_t *one = NULL;
-        if (i >= skip && i < count)
-            one = slot_numbers(a, a->value, c, l, first + i, decoded);
+        if (i + 1 >= skip && i + 1 < count) two = NAME(slot_numbers)(a, a->value, c, l, first + i + 1, decoded[1]);
 #endif
+        const uint8_t *one = NULL;
+        if (i >= skip && i < count) one = NAME(slot_numbers)(a, a->value, c, l, first + i, decoded[0]);
         for (int d = 0; d < dim; d += LANES) {
             V(units) units = V(no_units)();
 #if PAIRS
@@ -249,11 +273,13 @@ static TARGET void NAME(store_block)(const attention_args *a, block *b, int row,
     }
 }
 
-/* Store logits of SIDE vectors from m on with `width` slots from `column` on, for column sums. */
-INLINE TARGET void NAME(keep_logits)(block *b, int m, int64_t column, int width) {
-    for (int s = 0; s < SIDE; s++)
-        for (int i = 0; i < width; i += LANES)
-            V(put)(b->kept + (int64_t)(m + s) * b->kept_stride + column + i, V(read)(b->logits[s] + i));
+/* Store logits of SIDE vectors from m on with `width` slots from `base` on that they see, for column sums. */
+INLINE TARGET void NAME(keep_logits)(block *b, int m, int64_t base, int width) {
+    for (int s = 0; s < SIDE; s++) {
+        float *kept = b->kept + (int64_t)(m + s) * b->kept_stride + base;
+        for (int64_t i = 0, low = b->low[m + s] - base, high = b->high[m + s] - base; i < width; i += LANES)
+            V(put_some)(kept + i, V(between)(low - i, high - i), V(read)(b->logits[s] + i));
+    }
 }
 
 /* Compute column sums of the slots from `start` on, for a block with all query vectors of the KV head. */
@@ -263,11 +289,44 @@ static TARGET void NAME(sum_kept)(const attention_args *a, const block *b, const
         V(vec) top = V(set)(b->maximum[m]), over = V(set)(1 / b->sum[m]);
         int64_t target = (int64_t)p->row * num_heads(a) + head + m % a->group;
         float *sums = a->column_sums + target * a->sums_stride + start;
-        const float *kept = b->kept + (int64_t)m * b->kept_stride;
+        const float *kept = b->kept + (int64_t)m * b->kept_stride + start;
         for (int64_t i = 0; i < end - start; i += LANES) {
             V(mask) inside = V(between)(0, end - start - i);
             V(vec) e = V(exp)(V(sub)(V(read)(kept + i), top));
             V(put_some)(sums + i, inside, V(fma)(e, over, V(read_some)(inside, sums + i)));
+        }
+    }
+}
+
+/* Load `count` query vectors of a row and head, without output. Sinks are logits without values. */
+INLINE TARGET void NAME(begin_block)(const attention_args *a, block *b, const lane *l, int row, int head, int first,
+                                     int count, const float *sinks) {
+    NAME(load_block)(a, b, l, row, head, first, count);
+    for (int m = 0; m < (count + SIDE - 1) / SIDE * SIDE; m++) {
+        b->maximum[m] = sinks ? sinks[head + (first + m) % a->group] : -INFINITY;
+        b->sum[m] = sinks ? 1 : 0;
+    }
+    memset(b->out, 0, (size_t)(count + SIDE - 1) / SIDE * SIDE * a->value_coding.dim * sizeof(float));
+}
+
+/* Attend to slots start .. end - 1, and store logits if `sums`. */
+static TARGET void NAME(attend_slots)(const attention_args *a, block *b, const lane *l, int count, int64_t start,
+                                      int64_t end, int sums) {
+    for (int64_t base = start; base < end; base += BLOCK_SLOTS) {
+        int packed = end - base < BLOCK_SLOTS ? (int)(end - base) : BLOCK_SLOTS;
+        int skip = b->low[0] > base ? (int)(b->low[0] - base) : 0; /* their pages may have been freed */
+        NAME(pack_keys)(a, b, l, NULL, base, skip, packed);
+        NAME(pack_values)(a, b, l, base, skip, packed);
+        for (int m = 0; m < count; m += SIDE) {
+            int last = m + SIDE < count ? m + SIDE - 1 : count - 1;
+            if (b->high[last] <= base || b->low[m] >= base + packed) continue;
+            int64_t seen = b->high[last] - base;
+            int width = seen < packed ? (int)seen : packed;
+            width = (width + 15) / 16 * 16;
+            NAME(logits_of)(a, b, m, base, width);
+            if (sums) NAME(keep_logits)(b, m, base, width);
+            NAME(weigh)(b, m, width);
+            NAME(add_values)(a, b, m, width);
         }
     }
 }
@@ -278,35 +337,30 @@ static TARGET void NAME(attend_block)(const attention_args *a, const part *p, in
     block *b = lay_out_block(scratch, a, a->head_dim / STEP);
     lane l = lane_of(a, p->row, kv_head);
     int head = kv_head * a->group, count = p->count;
-    NAME(load_block)(a, b, &l, p->row, head, p->first, count);
-    for (int m = 0; m < (count + SIDE - 1) / SIDE * SIDE; m++) {
-        b->maximum[m] = a->sinks ? a->sinks[head + (p->first + m) % a->group] : -INFINITY;
-        b->sum[m] = a->sinks ? 1 : 0;
-    }
-    memset(b->out, 0, (size_t)(count + SIDE - 1) / SIDE * SIDE * a->value_coding.dim * sizeof(float));
+    NAME(begin_block)(a, b, &l, p->row, head, p->first, count, a->sinks);
     int64_t start = b->low[0] / BLOCK_SLOTS * BLOCK_SLOTS, end = b->high[count - 1];
     int sums = a->column_sums && p->partial > 0, whole = (count + SIDE - 1) / SIDE * SIDE;
+    float *kept = b->kept;
     b->kept_stride = (end - start + 15) / 16 * 16;
-    for (int64_t i = 0; sums && i < whole * b->kept_stride; i++) b->kept[i] = -INFINITY;
-    for (int64_t base = start; base < end; base += BLOCK_SLOTS) {
-        int packed = end - base < BLOCK_SLOTS ? (int)(end - base) : BLOCK_SLOTS;
-        int skip = b->low[0] > base ? (int)(b->low[0] - base) : 0; /* their pages may have been freed */
-        NAME(pack_keys)(a, b, &l, NULL, base, skip, packed);
-        NAME(pack_values)(a, b, &l, base, skip, packed);
-        for (int m = 0; m < count; m += SIDE) {
-            int last = m + SIDE < count ? m + SIDE - 1 : count - 1;
-            if (b->high[last] <= base || b->low[m] >= base + packed) continue;
-            int64_t seen = b->high[last] - base;
-            int width = seen < packed ? (int)seen : packed;
-            width = (width + 15) / 16 * 16;
-            NAME(logits_of)(a, b, m, base, width);
-            if (sums) NAME(keep_logits)(b, m, base - start, width);
-            NAME(weigh)(b, m, width);
-            NAME(add_values)(a, b, m, width);
-        }
-    }
+    for (int64_t i = 0; sums && i < whole * b->kept_stride; i++) kept[i] = -INFINITY;
+    b->kept = kept - start; /* by slot */
+    NAME(attend_slots)(a, b, &l, count, start, end, sums);
     NAME(store_block)(a, b, p->row, head, p->first, count);
     if (sums) NAME(sum_kept)(a, b, p, head, start, end);
+}
+
+/* Compute attention of the query heads of a KV head over the slots of part `p`, for a row with one token. Logits are
+ * stored in its column sums. The caller finishes the block. */
+static TARGET void NAME(walk_block)(const attention_args *a, const part *p, int kv_head, int sums, uint8_t *scratch) {
+    block *b = lay_out_block(scratch, a, a->head_dim / STEP);
+    lane l = lane_of(a, p->row, kv_head);
+    int head = kv_head * a->group;
+    int64_t end = (int64_t)p->first + p->count;
+    NAME(begin_block)(a, b, &l, p->row, head, 0, a->group, p->first == 0 ? a->sinks : NULL);
+    int64_t start = b->low[0] / BLOCK_SLOTS * BLOCK_SLOTS;
+    if (sums) b->kept = a->column_sums + ((int64_t)p->row * num_heads(a) + head) * a->sums_stride;
+    b->kept_stride = a->sums_stride;
+    NAME(attend_slots)(a, b, &l, a->group, start < p->first ? p->first : start, end < b->high[0] ? end : b->high[0], sums);
 }
 
 /* Compute column sums of the slots of part `p`, for the query heads of a KV head, from recomputed
@@ -459,12 +513,12 @@ INLINE TARGET float NAME(product)(const uint8_t *numbers, const float *other, in
 /* Norms of the vectors of a lane, or their cosines with the mean of the unit vectors. */
 static TARGET void NAME(measure_vectors)(const score_args *s, const lane *l, const int64_t *order, int64_t item) {
     const attention_args *a = &s->vectors;
-    int dim = a->head_dim, dtype = a->coded ? F32 : a->dtype;
+    int dim = a->head_dim, dtype = numbers_type(&a->key_coding);
     float decoded[MAX_HEAD_DIM], anchor[MAX_HEAD_DIM] = {0}, *out = s->out + item * s->slots;
     memset(out + l->slots, 0, (s->slots - l->slots) * sizeof(float));
     for (int64_t i = 0; i < l->slots; i++) {
         if (i + LANES < l->slots) prefetch_vector(a, l, order[i + LANES]);
-        const uint8_t *numbers = slot_numbers(a, a->key, &a->key_coding, l, order[i], decoded);
+        const uint8_t *numbers = NAME(slot_numbers)(a, a->key, &a->key_coding, l, order[i], decoded);
         out[i] = sqrtf(NAME(product)(numbers, NULL, dim, dtype));
         if (s->score == NORMS) continue;
         float over = 1 / (out[i] > MIN_NORM ? out[i] : MIN_NORM);
@@ -475,7 +529,7 @@ static TARGET void NAME(measure_vectors)(const score_args *s, const lane *l, con
     if (s->score == NORMS) return;
     float length = sqrtf(NAME(product)((const uint8_t *)anchor, NULL, dim, F32));
     for (int64_t i = 0; i < l->slots; i++) {
-        const uint8_t *numbers = slot_numbers(a, a->key, &a->key_coding, l, order[i], decoded);
+        const uint8_t *numbers = NAME(slot_numbers)(a, a->key, &a->key_coding, l, order[i], decoded);
         out[i] *= NAME(product)(numbers, anchor, dim, dtype) / (length > MIN_NORM ? length : MIN_NORM);
     }
 }

@@ -73,6 +73,8 @@ TILE = 16  # slots of a tile in walk.h
 WALK_SLOTS = 512  # least slots of a walk if a row is split
 WALK_ALIGNMENT = 64  # slots that are processed together
 PAD_SLOTS = 64  # biases after a lane's last slot, which vector instructions read
+JOINED_SLOTS = 1024  # least slots of a walk of all query heads, whose partial results are larger
+JOINED_QUERIES = 192  # query vectors of a block with joined keys, which fit in a core's cache
 MAX_WALKS = 16  # of a row; more would cost partial results, and heads divide the work further
 
 PartList = NDArray[np.int32]  # [parts, PART_FIELDS]
@@ -89,6 +91,7 @@ class Parts:
         num_partials: number of partial results that merges read.
         others: rows left to another backend.
         work: slots times tokens, summed over the rows of walks and blocks.
+        joined: keys are joined; see `AttentionMath`.
     """
 
     walks: PartList
@@ -99,9 +102,12 @@ class Parts:
     num_partials: int
     others: NDArray[np.int64]
     work: int
+    joined: bool = False
 
 
-def cut(step: StepShape, lanes: LaneSlots, *, group: int, block_queries: int) -> Parts:
+def cut(
+    step: StepShape, lanes: LaneSlots, *, group: int, block_queries: int, joined: bool = False
+) -> Parts:
     """Cut the rows of a step.
 
     Args:
@@ -109,19 +115,22 @@ def cut(step: StepShape, lanes: LaneSlots, *, group: int, block_queries: int) ->
         lanes: live slots of the rows.
         group: query heads that share a KV head.
         block_queries: query vectors of a block; 0 if the library has no blocks.
+        joined: keys are joined: only rows of one token walk, with all query heads of a KV head.
     """
     slots = lanes.slots.max(axis=1).astype(np.int64)
     tokens = step.tokens.astype(np.int64)
     small = tokens <= WALK_TOKENS if block_queries == 0 else tokens * group <= WALK_QUERIES
-    small |= tokens == 1
+    small = (tokens == 1) | (small & (not joined))
     walked, large = np.flatnonzero(small), np.flatnonzero(~small)
     one_token = (tokens == 1) & (lanes.window is None)
-    counts = np.where(one_token, _num_walks(slots), 1)[walked]
+    least = JOINED_SLOTS if joined else WALK_SLOTS
+    counts = np.where(one_token, _num_walks(slots, least), 1)[walked]
     walks, merges, walk_slots = _walks(walked, counts, slots)
     blocked, others = (large, large[:0]) if block_queries else (large[:0], large)
     blocks = sums = NO_PARTS
     if len(blocked):
-        blocks, sums = _blocks(blocked, tokens[blocked] * group, slots[blocked], block_queries)
+        size = min(block_queries, JOINED_QUERIES) if joined else block_queries
+        blocks, sums = _blocks(blocked, tokens[blocked] * group, slots[blocked], size)
     kept = walked if len(others) else slice(None)
     return Parts(
         walks=walks,
@@ -132,6 +141,7 @@ def cut(step: StepShape, lanes: LaneSlots, *, group: int, block_queries: int) ->
         num_partials=int(counts[counts > 1].sum()),
         others=others,
         work=int((slots * tokens)[kept].sum()),
+        joined=joined,
     )
 
 
@@ -146,9 +156,9 @@ def are_cut_alike(before: NDArray[np.int32], after: NDArray[np.int32]) -> bool:
     return bool((same_sizes & same_numbers).all())
 
 
-def _num_walks(slots: NDArray[np.int64]) -> NDArray[np.int64]:
+def _num_walks(slots: NDArray[np.int64], least: int) -> NDArray[np.int64]:
     """Return the number of walks of each row: powers of two divide evenly over most threads."""
-    halvings = np.frexp(slots / WALK_SLOTS)[1].astype(np.int64) - 1  # floor of the logarithm
+    halvings = np.frexp(slots / least)[1].astype(np.int64) - 1  # floor of the logarithm
     walks: NDArray[np.int64] = np.minimum(1 << np.maximum(halvings, 0), MAX_WALKS)
     return walks
 
@@ -272,6 +282,8 @@ class NativeCall:
         heads_per_page, (num_tokens, num_heads, head_dim) = pages.key.shape[1], query.shape
         _, value_dim = dims_of(pages)
         slot_bytes = 2 * pages.num_lanes * heads_per_page * (head_dim + value_dim)
+        if parts.joined:  # a KV head takes the time of several
+            slot_bytes *= -(-num_heads // (pages.num_lanes * heads_per_page * WALK_QUERIES))
         few = parts.work * slot_bytes < SERIAL_BYTES
         self._num_threads = 1 if few else torch.get_num_threads()
         together = heads_together(heads_per_page, parts, self._num_threads)
@@ -310,6 +322,7 @@ class NativeCall:
             window=lanes.window or 0,
             path=library.path,
             coded=pages.coded is not None,
+            joined=parts.joined,
         )
         self._args.key_coding, self._args.value_coding = codings_of(pages)
 
@@ -452,7 +465,7 @@ def heads_together(heads_per_page: int, parts: Parts, num_threads: int) -> int:
     most = int(parts.walk_slots.max(initial=0))
     total, walks = int(parts.walk_slots.sum()), len(parts.walk_slots)
     for heads in range(min(MAX_TOGETHER, heads_per_page), 1, -1):
-        if heads_per_page % heads:
+        if heads_per_page % heads or parts.joined:
             continue
         items = walks * heads_per_page // heads
         small = most * heads * ITEMS_A_THREAD * num_threads <= total * heads_per_page

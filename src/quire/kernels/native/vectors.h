@@ -3,6 +3,7 @@
  *
  *     vecN maskN unitsN          numbers, masks, 32-bit units; units_ofN loads units
  *     zeroN setN readN putN      and read_someN, put_someN with a mask, zeros for other lanes
+ *     bytesN                     reads signed bytes
  *     addN subN mulN fmaN maxN   lane by lane
  *     topN totalN                maximum and sum of all lanes
  *     chooseN(mask, a, b)        b if the mask is set, else a
@@ -33,6 +34,9 @@ INLINE AVX512 vec16 read16(const void *from) { return _mm512_loadu_ps(from); }
 INLINE AVX512 void put16(void *to, vec16 x) { _mm512_storeu_ps(to, x); }
 INLINE AVX512 vec16 read_some16(mask16 mask, const float *from) { return _mm512_maskz_loadu_ps(mask, from); }
 INLINE AVX512 void put_some16(float *to, mask16 mask, vec16 x) { _mm512_mask_storeu_ps(to, mask, x); }
+INLINE AVX512 vec16 bytes16(const uint8_t *from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from)));
+}
 INLINE AVX512 vec16 add16(vec16 a, vec16 b) { return _mm512_add_ps(a, b); }
 INLINE AVX512 vec16 sub16(vec16 a, vec16 b) { return _mm512_sub_ps(a, b); }
 INLINE AVX512 vec16 mul16(vec16 a, vec16 b) { return _mm512_mul_ps(a, b); }
@@ -104,6 +108,9 @@ INLINE AVX2 vec8 read8(const void *from) { return _mm256_loadu_ps(from); }
 INLINE AVX2 void put8(void *to, vec8 x) { _mm256_storeu_ps(to, x); }
 INLINE AVX2 vec8 read_some8(mask8 mask, const float *from) { return _mm256_maskload_ps(from, mask); }
 INLINE AVX2 void put_some8(float *to, mask8 mask, vec8 x) { _mm256_maskstore_ps(to, mask, x); }
+INLINE AVX2 vec8 bytes8(const uint8_t *from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from)));
+}
 INLINE AVX2 vec8 add8(vec8 a, vec8 b) { return _mm256_add_ps(a, b); }
 INLINE AVX2 vec8 sub8(vec8 a, vec8 b) { return _mm256_sub_ps(a, b); }
 INLINE AVX2 vec8 mul8(vec8 a, vec8 b) { return _mm256_mul_ps(a, b); }

@@ -204,7 +204,7 @@ static AVX512 void rescale_weights(float *weights, const float *tops, int64_t fi
 /* Whether walks of rows with one token store weights, so that no e^x is computed twice. Each 16 slots must
  * then be one tile. */
 static int stores_weights(const attention_args *a) {
-    return a->tops && !in_strips(a) && !a->window && a->path >= PATH_AVX512 && a->page_tokens % TILE == 0;
+    return a->tops && !a->joined && !in_strips(a) && !a->window && a->path >= PATH_AVX512 && a->page_tokens % TILE == 0;
 }
 
 static float *tops_of(const attention_args *a, int row, int head) {
@@ -294,25 +294,34 @@ static void keep_for_sums(const attention_args *a, walk *w, int row, int head) {
         w->tops[m] = tops_of(a, row, head + m);
 }
 
+/* The result of a query vector over the slots of a part. */
+typedef struct {
+    const float *out, *logits; /* logits by slot, for column sums; or NULL */
+    float maximum, sum;
+    int64_t low, high;
+} vector_result;
+
+/* Store the result of query vector `pair` of a KV head: in part for a merge, or its output and column sums. */
+static void finish_vector(const attention_args *a, const part *p, int kv_head, int pair, vector_result r) {
+    int head = kv_head * a->group, dim = a->value_coding.dim;
+    if (p->partial >= 0) {
+        float *result = partial_of(a, kv_head, p->partial, pair);
+        memcpy(result, r.out, dim * sizeof(float));
+        result[dim] = r.maximum, result[dim + 1] = r.sum;
+        return;
+    }
+    float over = 1 / r.sum;
+    store_output(a, p->row, head, pair, r.out, over);
+    if (r.logits && a->num_tallies && a->tokens[p->row] == 1) keep_normaliser(a, p->row, head + pair, r.maximum, over);
+    else if (r.logits && a->tokens[p->row] == 1) finish_row(a, p->row, head + pair, r.low, r.high, r.maximum, over);
+    else if (r.logits)
+        finish_columns(a, r.logits, sums_of_head(a, p->row, head + pair % a->group), r.low, r.high, r.maximum, over);
+}
+
 static void finish_walk(const attention_args *a, const part *p, int kv_head, walk *w, int first) {
-    int head = kv_head * a->group;
     for (int m = 0; m < w->count; m++) {
-        if (p->partial >= 0) {
-            float *result = partial_of(a, kv_head, p->partial, first + m);
-            memcpy(result, w->out[m], w->value_dim * sizeof(float));
-            result[w->value_dim] = w->maximum[m];
-            result[w->value_dim + 1] = w->sum[m];
-            continue;
-        }
-        float over = 1 / w->sum[m];
-        store_output(a, p->row, head, first + m, w->out[m], over);
-        if (w->logits[m] && a->num_tallies && a->tokens[p->row] == 1)
-            keep_normaliser(a, p->row, head + first + m, w->maximum[m], over);
-        else if (w->logits[m] && a->tokens[p->row] == 1)
-            finish_row(a, p->row, head + first + m, w->low[m], w->high[m], w->maximum[m], over);
-        else if (w->logits[m])
-            finish_columns(a, w->logits[m], sums_of_head(a, p->row, head + (first + m) % a->group),
-                           w->low[m], w->high[m], w->maximum[m], over);
+        vector_result r = {w->out[m], w->logits[m], w->maximum[m], w->sum[m], w->low[m], w->high[m]};
+        finish_vector(a, p, kv_head, first + m, r);
     }
     int whole = p->partial < 0 && a->tokens[p->row] == 1 && first + w->count == a->group;
     if (whole && a->num_tallies && w->logits[0]) tally_row(a, p->row, kv_head);
