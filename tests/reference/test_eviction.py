@@ -72,7 +72,7 @@ def largest_difference(ours, theirs) -> float:
     )
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt2"])
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt2", "deepseek_v3"])
 def model(request):
     return load(request.param)
 

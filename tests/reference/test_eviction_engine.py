@@ -14,7 +14,7 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.engine.pool import MAX_GROUPS
-from quire.errors import ConfigError, NeverFits, PolicyError, RequestError
+from quire.errors import ConfigError, NeverFits, PolicyError, RequestError, UnsoundCombination
 from quire.eviction.eviction import PolicyEvictor
 from quire.eviction.eviction_rules import without_numbers
 from quire.layout.eviction import EvictionSpec
@@ -495,6 +495,38 @@ def test_a_default_rule_in_percent_serves_every_length_and_keeps_what_fits(name)
         assert len(found.logits[text]) == NEW_TOKENS
         if rules.resolve_default(len(prompt)).keeps_all(len(prompt), len(prompt) + NEW_TOKENS - 1):
             assert found.usages[text].evicted_tokens == 0
+
+
+@pytest.mark.parametrize("name", registered())
+def test_rules_on_latents_retain_what_attention_to_heads_retains(name):
+    """The reference expands all latents to keys and values of heads; others fold queries."""
+    pages = ",granularity=page" if policy_of(name, {}).needs_pieces else ""
+    own = {"lagkv": ",lag=6", "snapkv": ",window=6", "kvcrush_openvino": ",blocks=1"}.get(name, "")
+    options = {"evict": f"{name}:cap=40,every=8{own}{pages}", "evict_allow": "none"}
+    if policy_of(name, {}).not_on_latents:
+        with pytest.raises(UnsoundCombination, match="stores latents instead of keys"):
+            run({}, model="deepseek_v3", kv=options)
+        with pytest.raises(UnsoundCombination, match="stores latents instead of keys"):
+            run({}, model="deepseek_v3", kv={"evict_allow": f"h2o; kvcrush:base={name}"})
+        return
+    jobs = jobs_of({"own": None}, count=3)
+    backends = ("auto",) if name == "streaming" else ("reference", "gathered", "auto")
+    first, *others = (
+        run(jobs, model="deepseek_v3", kv=options | {"attention": backend}) for backend in backends
+    )
+
+    assert all(usage.evicted_tokens for usage in first.usages.values())
+    for other in others:
+        assert other.traces() == first.traces()
+        assert largest_difference(other.logits, first.logits) <= 1e-4
+
+
+def test_a_request_may_not_wrap_a_rule_that_cannot_score_latents():
+    engine = Engine(loaded("deepseek_v3"), kv_config(memory="2MiB", evict_allow="kvcrush"))
+
+    for text in ("kvcrush:base=knorm,cap=40", "kvcrush:base=(value_norm:base=h2o),cap=40"):
+        with pytest.raises(RequestError, match="stores latents instead of keys"):
+            engine.submit(GenerationRequest([3, 4], greedy(), evict=text))
 
 
 def test_a_request_may_always_choose_full():

@@ -99,6 +99,7 @@ def prompts():
         "gemma4",
         "bloom",
         "falcon_alibi",
+        "deepseek_v3",
     ],
 )
 def test_under_the_cap_it_is_plain_rope(name):

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import GELUActivation, GELUTanh
 
+from quire.eviction import calibration
 from quire.kernels import gathered, pre_rope, select
+from quire.kernels.latent import LatentHeads
 from quire.models.observing import LayerKV
 from quire.models.rotary import Rotary
 
@@ -36,9 +38,11 @@ def use_exact_products(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(nn.functional, name, _in_float64(getattr(nn.functional, name)))
     for kind in (GELUTanh, GELUActivation):  # models made before hold the function itself
         patch.setattr(kind, "forward", lambda module, x: module.act(x.double()).to(x.dtype))
+    for module in (gathered, pre_rope, calibration):
+        patch.setattr(module, "attend_dense", _in_float64(module.attend_dense))
     for module in (gathered, pre_rope):
-        for name in ("attend_dense", "column_sums_dense"):
-            patch.setattr(module, name, _in_float64(getattr(module, name)))
+        sums = _in_float64(module.column_sums_dense)
+        patch.setattr(module, "column_sums_dense", lambda *x, sums=sums, **y: sums(*x, **y).float())
     rotate, recompute = Rotary.rotate_pre_rope, LayerKV.keys_and_values
     patch.setattr(Rotary, "rotate_pre_rope", exact_rotation(rotate))
 
@@ -48,8 +52,34 @@ def use_exact_products(patch: pytest.MonkeyPatch) -> None:
             return recompute(*args)
 
     patch.setattr(LayerKV, "keys_and_values", keys_and_values)
+    for name, wide in _wide_latents().items():
+        patch.setattr(LatentHeads, name, wide)
     patch.setattr(pre_rope.PreRopeAttention, "attend", _attend_wide(pre_rope.PreRopeAttention))
     patch.setattr(select, "why_not", lambda spec, _: None if spec.is_plain else "in float64")
+
+
+def _wide_latents():
+    """Projections of latents in float64: attention to latents and to heads gives equal numbers."""
+    plain = {name: getattr(LatentHeads, name) for name in ("fold", "unfold", "expand")}
+
+    def by_head(name, latent, vectors):  # [token, head, dim] times the matrix of each head
+        heads, dim = vectors.shape[1:]
+        matrix = plain[name](latent, torch.eye(dim)[:, None].repeat(1, heads, 1))
+        return torch.einsum("thd,dho->tho", vectors.double(), matrix.double())
+
+    def expand(latent, key, value):
+        rank, batch = value.shape[-1], (1,) * (value.dim() - 2)
+        ones, zeros = torch.eye(rank).view(*batch, rank, rank), key.new_zeros(*batch, rank, 1)
+        keys, values = plain["expand"](latent, zeros.repeat_interleave(key.shape[-1], -1), ones)
+        keys, values = (value.double() @ matrix.double() for matrix in (keys, values))
+        keys[..., -key.shape[-1] :] = key
+        return keys, values
+
+    return {
+        "fold": lambda latent, query: by_head("fold", latent, query),
+        "unfold": lambda latent, out: by_head("unfold", latent, out).float(),
+        "expand": expand,
+    }
 
 
 def exact_rotation(rotate):

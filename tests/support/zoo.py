@@ -320,10 +320,10 @@ def _mimo_v2_flash() -> PreTrainedConfig:
 _LATENT = _SHAPE | {
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
-    "q_lora_rank": 12,
+    "q_lora_rank": 16,
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 12,
-    "v_head_dim": 10,
+    "v_head_dim": 12,
 }
 _EXPERTS = {
     "moe_intermediate_size": 16,

@@ -38,6 +38,8 @@ def prepare_batch_invariant(model: LoadedModel, config: KVConfig, codec: str) ->
         raise limits.refused(limits.INVARIANT_DEVICE, device=model.decoder.device)
     if model.spec.mixture is not None:
         raise limits.refused(limits.INVARIANT_MIXTURE)
+    if model.spec.latent is not None:
+        raise limits.refused(limits.INVARIANT_LATENTS)
     if config.offload.kv_memory:
         raise limits.refused(limits.INVARIANT_OFFLOAD)
     if form.needs_plain or form.promoted is not None:

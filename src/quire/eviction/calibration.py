@@ -15,6 +15,7 @@ from quire.codecs.base import Codec
 from quire.codecs.registry import make_codec
 from quire.errors import ConfigError
 from quire.kernels.dense import attend_dense
+from quire.kernels.latent import folded
 from quire.kv.coded_layers import KEY, VALUE, Constants, MeasuredConstants, sides_of
 from quire.layout.codecs import CodecSpec
 from quire.layout.kv_format import KVFormat
@@ -32,7 +33,7 @@ class LayerVectors:
     """Queries, keys and values of a layer for the tokens of a text, float32 in CPU memory.
 
     Attributes:
-        query: [num_heads, token, head_dim], after RoPE.
+        query: [num_heads, token, head_dim], after RoPE; folded if values are latents.
         key: [num_kv_heads, token, head_dim], after RoPE.
         value: [num_kv_heads, token, value_dim].
     """
@@ -64,17 +65,20 @@ class _Listening:
     heard: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        math, query = folded(call.math, query)
         by_head = [x.transpose(0, 1) for x in (query, key, value)]
         self.heard.append((by_head[0], by_head[1], by_head[2]))
         positions = torch.arange(len(query), device=query.device)
-        math = call.math.at(positions, len(query) - 1)
+        math = math.at(positions, len(query) - 1)
         q, k, v = (x[None] for x in by_head)
+        k, v = math.heads(k, v)
         chunk = self.model.layers[call.layer].chunk
         seen = None
         if call.window is not None or chunk is not None:
             seen = _seen(len(query), call.window, chunk, query.device)
         out = attend_dense(q, k, v, math=math, seen=seen, causal=seen is None)
-        return out[0].transpose(0, 1)
+        attended = out[0].transpose(0, 1)
+        return attended if call.latent is None else call.latent.unfold(attended)
 
 
 def _seen(tokens: int, window: int | None, chunk: int | None, device: torch.device) -> Tensor:
@@ -149,6 +153,9 @@ def errors_of(
         codec = _codec(form.value, measured, layer, VALUE, value)
         decoded_value = _there_and_back(codec, value, page_tokens)
         wrong = (decoded_value - value).norm() / value.norm()
+        if query.shape[2] > key.shape[2]:  # latents are part of the keys
+            key = torch.cat([value, key], dim=2)
+            decoded_key = torch.cat([decoded_value, decoded_key], dim=2)
         found.append(LayerError(_product_error(query, key, decoded_key), float(wrong)))
     return found
 

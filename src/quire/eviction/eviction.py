@@ -472,7 +472,7 @@ class PolicyEvictor(Evictor):
         """Scratch bytes of a view of one layer of a request."""
         page_class, policy = table.group.page_class, _eviction_of(request).policy
         slots = int(table.num_slots[request.memory.row].max())
-        width = max(page_class.head_dim, page_class.value_dim)
+        width = max(page_class.query_dim, page_class.value_dim)
         width = width if policy is None or policy.reads_vectors else 1
         biased = self._math[table.group.layers[0]].alibi is not None
         if policy is not None and policy.scores_in_pages and not biased:

@@ -7,7 +7,9 @@ rules of `KVConfig.evict_allow`, or the default rule with other option values.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 
@@ -46,25 +48,36 @@ class RuleRequirements:
         rerotates_keys: whether keys must be stored before RoPE; if not, they must be stored after
             it.
         statistics: statistics of the policy and its budget.
+        not_on_latents: why the policy, or the base of it, cannot score latents; "" if it can.
     """
 
     name: str
     heads_apart: bool
     rerotates_keys: bool
     statistics: frozenset[Statistic]
+    not_on_latents: str = ""
 
 
 def possible(
-    rules: Iterable[RuleRequirements], why_not: Callable[[Statistic], str | None], allow: str
+    rules: Iterable[RuleRequirements],
+    why_not: Callable[[Statistic], str | None],
+    allow: str,
+    *,
+    latents: bool = False,
 ) -> Iterator[RuleRequirements]:
-    """Yield the rules whose statistics the model can provide.
+    """Yield the rules whose statistics the model can provide, and that score what it stores.
 
     Raises:
         UnsoundCombination: a rule that was named explicitly, not by "all", cannot be served.
     """
     for rule in rules:
         reasons = [reason for one in rule.statistics if (reason := why_not(one)) is not None]
-        if not reasons:
+        if latents and rule.not_on_latents:
+            if allow != ALL:
+                raise limits.refused(
+                    limits.RULE_ON_LATENTS, text=rule.name, why=rule.not_on_latents
+                )
+        elif not reasons:
             yield rule
         elif allow != ALL:
             raise UnsoundCombination(f"{rule.name!r} cannot be served here: {reasons[0]}")
@@ -89,7 +102,16 @@ def _served(name: str, policy: EvictionPolicy, budget: Budget | None) -> RuleReq
         heads_apart=policy.scope == LANE or ragged,
         rerotates_keys=policy.rerotates_keys,
         statistics=frozenset((*policy.statistics, *statistics)),
+        not_on_latents=next(filter(None, (one.not_on_latents for one in _nested(policy))), ""),
     )
+
+
+def _nested(policy: EvictionPolicy) -> Iterator[EvictionPolicy]:
+    """Yield a policy and those that it wraps."""
+    yield policy
+    for value in (getattr(policy, field.name) for field in fields(cast(Any, policy))):
+        if isinstance(value, EvictionPolicy):
+            yield from _nested(value)
 
 
 def announced(allow: str) -> Iterable[RuleRequirements]:
@@ -218,8 +240,8 @@ class EvictionRules:
         self._lanes: dict[tuple[Statistic, ...], LaneShape] = {}
         self._allow = allow.strip()
         own = [served_by_rule(default, self.default)] if self.default.evicts else []
-        required = possible(own, provided.why_not, NONE)
-        self.served = (*required, *possible(announced(allow), provided.why_not, self._allow))
+        found = partial(possible, why_not=provided.why_not, latents=model.latent is not None)
+        self.served = (*found(own, allow=NONE), *found(announced(allow), allow=self._allow))
         if not self.mixes:
             refuse_mixture(self.served)
         self._storing = Storing(
@@ -293,6 +315,7 @@ class EvictionRules:
                 self._require_several_heads(text, rule)
                 self._require_equal_records(text, rule)
                 self._require_equal_lanes(text, rule)
+                self._require_scores(text, rule)
             except UnsoundCombination as error:
                 raise RequestError(f"evict: {error}", param="evict") from error
             self._require_storing(rule)
@@ -410,6 +433,12 @@ class EvictionRules:
         """Refuse a budget that moves slots between KV heads if layers have one KV head."""
         if rule.evicts and rule.budget.ragged and self.kv_heads * self._ranks == 1:
             raise limits.refused(limits.ONE_KV_HEAD, text=text)
+
+    def _require_scores(self, text: str, rule: EvictionRule) -> None:
+        """Refuse a rule whose scores have no meaning for latents."""
+        why = served_by_rule(text, rule).not_on_latents if rule.evicts else ""
+        if why and self.model.latent is not None:
+            raise limits.refused(limits.RULE_ON_LATENTS, text=text, why=why)
 
     def _require_equal_records(self, text: str, rule: EvictionRule) -> None:
         """Refuse a budget that reads records of queries of all layers if their sizes differ."""

@@ -185,7 +185,7 @@ class _Gathered:
     """Slots of a bucket's entries in the order of positions; slots without a token are zero.
 
     Attributes:
-        key: [entries, KV heads, places, head_dim], rotated.
+        key: [entries, KV heads, places, head_dim], rotated; of all heads if pages hold latents.
         value: [entries, KV heads, places, value_dim].
         slot: [entries, places] slots of the lane.
         exact: columns after the places, for tokens that only some queries of a chunk read in full
@@ -233,13 +233,13 @@ class PreRopeAttention(TorchSlots):
         Queries are before RoPE too; `math.rotary` rotates them and the keys.
         """
         assert isinstance(plan, _Plan), "a plan comes from this backend"
-        out = query.new_empty(*query.shape[:2], dims_of(pages)[1])
+        out = query.new_empty(*query.shape[:2], math.output_dim(pages))
         by_lane, out_by_lane = (_by_lane(x, pages.num_lanes) for x in (query, out))
         for bucket in self._buckets(plan, pages):
             token, lane = bucket.token, bucket.lanes[:, None]
             found = self._gather(bucket, pages, math, query.dtype)
             seen = bucket.seen if found.exact is None else found.exact.seen
-            q = _rotated_queries(by_lane[token, lane], bucket, math)
+            q = _rotated_queries(by_lane[token, lane], bucket, math, dims_of(pages)[0])
             own_math = math.of_lanes(pages.num_lanes, bucket.lanes)
             if math.alibi is not None:  # by place, as RoPE
                 place = torch.arange(bucket.slot.shape[1], device=self._device)
@@ -298,7 +298,7 @@ class PreRopeAttention(TorchSlots):
             own = self._rotated(exact.key.transpose(1, 2), exact.index, math).transpose(1, 2)
             rotated = exact.append_to(rotated, own)
             value = exact.append_to(value, exact.value)
-        return _Gathered(rotated, value, slot, exact)
+        return _Gathered(*math.heads(rotated, value), slot, exact)
 
     @staticmethod
     def _rotated(key: Tensor, places: Tensor, math: AttentionMath) -> Tensor:
@@ -382,8 +382,14 @@ def _write_finer(
     return None
 
 
-def _rotated_queries(query: Tensor, bucket: Bucket, math: AttentionMath) -> Tensor:
-    """Rotate queries [entries, tokens, heads, head_dim] to their places; heads before tokens."""
+def _rotated_queries(query: Tensor, bucket: Bucket, math: AttentionMath, key_dim: int) -> Tensor:
+    """Rotate queries [entries, tokens, heads, head_dim] to their places; heads before tokens.
+
+    The last `key_dim` elements are those that are compared with the keys in pages: of a query to
+    latents, its rotated part.
+    """
     assert math.rotary is not None, "only called with queries before RoPE"
-    rotated = math.rotary.rotate_pre_rope(query.flatten(0, 1), bucket.query_place.flatten())
-    return rotated.to(query.dtype).view(query.shape).transpose(1, 2)
+    own = query[..., query.shape[3] - key_dim :].flatten(0, 1)
+    rotated = math.rotary.rotate_pre_rope(own, bucket.query_place.flatten()).to(query.dtype)
+    rotated = torch.cat([query.flatten(0, 1)[..., : query.shape[3] - key_dim], rotated], dim=-1)
+    return rotated.view(query.shape).transpose(1, 2)

@@ -471,7 +471,8 @@ class LaneReader(RowLanes):
     """Lanes with readers of their planes: what a policy's view of rows reads."""
 
     def keys(self) -> Float[Tensor, "lane slot head_dim"]:
-        return VectorReader(self, KEY).read()
+        key = VectorReader(self, KEY).read()
+        return torch.cat([self.values(), key], dim=2) if self.group.page_class.joined else key
 
     def values(self) -> Float[Tensor, "lane slot value_dim"]:
         return VectorReader(self, VALUE).read()

@@ -132,6 +132,13 @@ ONE_KV_HEAD = _rule(
     "layer",
     instead="leave out budget, or use one that divides over layers, such as pyramid",
 )
+RULE_ON_LATENTS = _rule(
+    one="`knorm`, `value_norm` and `expected_attention`, also as the base of another rule",
+    other="a model with latent attention (MLA)",
+    reason="the model stores latents instead of keys and values, and {why}",
+    instead="use a rule on attention, positions or directions of keys, such as h2o, snapkv or "
+    "keydiff",
+)
 BOTH_SIDES_OF_ROPE = _rule(
     one="`streaming`",
     other="a list of other rules in `--evict-allow`",
@@ -298,6 +305,11 @@ INVARIANT_DEVICE = _invariant(
 INVARIANT_MIXTURE = _invariant(
     other="a mixture of experts",
     reason="in a mixture of experts the rows of an expert's products depend on the batch",
+    instead="leave out --batch-invariant",
+)
+INVARIANT_LATENTS = _invariant(
+    other="a model with latent attention (MLA)",
+    reason="the form in which latents are attended to depends on the chunk of the prompt",
     instead="leave out --batch-invariant",
 )
 INVARIANT_OFFLOAD = _invariant(

@@ -428,12 +428,15 @@ def read_mixture(reader: ConfigReader, num_layers: int) -> MixtureSpec | None:
     )
     if num_experts is None or num_experts <= 1 or not reader.flag("enable_moe_block", default=True):
         return None
+    expert_layers = _expert_layers(reader, num_layers)
+    if not expert_layers:
+        return None
     own_size = reader.positive_integer(
         "moe_intermediate_size", "expert_ffn_hidden_size", "ffn_config.ffn_hidden_size"
     )
     expert_size = own_size or reader.integer("intermediate_size")
     return MixtureSpec(
-        num_layers=len(_expert_layers(reader, num_layers)),
+        num_layers=len(expert_layers),
         num_experts=num_experts,
         experts_per_token=reader.integer(
             "num_experts_per_tok",

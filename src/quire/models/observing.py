@@ -17,8 +17,8 @@ and rotary positions are supported, since the model's own code computes them.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -39,7 +39,9 @@ from quire.models.rope import PROBED_POSITIONS, Probe, Rotations, find_rotaries
 from quire.models.rotary import Rotary
 
 HIDDEN = "hidden_states"
-QUERY = "q_proj"
+QUERIES = ("q_proj", "q_a_proj", "q_b_proj")
+KEYS = frozenset(("k_proj", "kv_a_proj_with_mqa"))
+"""Projections beside those of queries; without one of them, a product computes all."""
 MAX_KV_ERROR = 0.02  # maximum relative error of keys and values computed without queries
 
 KeysAndValues = tuple[Tensor, Tensor]
@@ -77,8 +79,8 @@ class _KVLayer:
     kwargs: dict[str, Any]
     hidden_first: bool  # whether hidden states are the first positional argument, or a keyword
     rotary: Rotary
-    # replaces its query projection; None if queries are part of a joint product
-    no_query: _NoQuery | None = None
+    # replace its query projections, by name; empty if queries are part of a joint product
+    no_query: Mapping[str, _NoQuery] = field(default_factory=dict)
 
     def run(self, hidden: Tensor) -> None:
         if self.hidden_first:
@@ -106,7 +108,7 @@ class LayerKV:
 
     @property
     def leaves_queries_out(self) -> bool:
-        return all(layer.no_query is not None for layer in self._layers.values())
+        return all(layer.no_query for layer in self._layers.values())
 
     def keys_and_values(
         self,
@@ -157,28 +159,31 @@ class LayerKV:
         if self._weights is None:
             return
         found = self._layers.get(layer)
-        reads_all = found is not None and QUERY in found.module._modules and not found.no_query
+        reads_all = found is not None and _queries(found.module) and not found.no_query
         if found is None or reads_all:
             self._weights.arrive(layer)
         else:
             self._weights.arrive_kv(layer)
 
     def _with_no_query(self, number: int, layer: _KVLayer) -> _KVLayer:
-        """Skip the query projection of the layer if keys and values remain equal without it."""
-        query = layer.module._modules.get(QUERY)
-        if query is None or "k_proj" not in layer.module._modules:
+        """Skip the query projections of the layer if keys and values remain equal without them."""
+        queries = _queries(layer.module)
+        if not queries or not KEYS & layer.module._modules.keys():
             return layer
         self._arrive(number)
         hidden = layer.args[0] if layer.hidden_first else layer.kwargs[HIDDEN]
-        expected = self._caught(layer, hidden)
-        lighter = _KVLayer(
-            module=layer.module,
-            args=layer.args,
-            kwargs=layer.kwargs,
-            hidden_first=layer.hidden_first,
-            rotary=layer.rotary,
-            no_query=_NoQuery(query(hidden).shape[-1]),
-        )
+        widths: dict[str, int] = {}
+
+        def note(name: str, module: nn.Module, args: object, out: Tensor) -> None:
+            widths[name] = out.shape[-1]
+
+        hooks = [one.register_forward_hook(partial(note, name)) for name, one in queries.items()]
+        try:
+            expected = self._caught(layer, hidden)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        lighter = replace(layer, no_query={name: _NoQuery(n) for name, n in widths.items()})
         try:
             found = self._caught(lighter, hidden)
         except RuntimeError:  # the module writes into its queries
@@ -255,16 +260,19 @@ class _Zeros(OwnValue):
 
 @contextmanager
 def _replaced(layer: _KVLayer) -> Iterator[None]:
-    """Replace the query projection of the layer within the block."""
-    if layer.no_query is None:
-        yield
-        return
-    query = layer.module._modules[QUERY]
-    layer.module._modules[QUERY] = layer.no_query
+    """Replace the query projections of the layer within the block."""
+    modules = layer.module._modules
+    queries = {name: modules[name] for name in layer.no_query}
+    modules.update(layer.no_query)
     try:
         yield
     finally:
-        layer.module._modules[QUERY] = query
+        modules.update(queries)
+
+
+def _queries(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the query projections of an attention module."""
+    return {name: one for name in QUERIES if (one := module._modules.get(name)) is not None}
 
 
 def _near(found: Tensor, expected: Tensor) -> bool:
@@ -283,6 +291,8 @@ class Observing:
         self._recomputation: LayerKV | None = None
 
     def prepare(self, statistic: Statistic) -> str | None:
+        if isinstance(statistic, QueryMoments) and self._spec.latent is not None:
+            return f"{self._name} attends to latents, and moments are those of queries of heads"
         if isinstance(statistic, QueryMoments) and not self._all_rotaries_known:
             return f"{self._name} rotates its queries, and Quire cannot invert this rotation"
         if isinstance(statistic, ResidualSimilarity) and self._similarity_hooks is None:

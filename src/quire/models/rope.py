@@ -178,7 +178,8 @@ class _Queries(OwnValue):
         self.by_layer: dict[int, Tensor] = {}
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.by_layer[call.layer] = query.float()
+        # of latents, the key is the rotated part; the rest of a query is not rotated
+        self.by_layer[call.layer] = (query if call.latent is None else key).float()
         return torch.zeros_like(super().attend(call, query, key, value))
 
 

@@ -60,6 +60,8 @@ class EvictionPolicy(ABC):
     """Whether the rule reads keys or values; if not, no memory is reserved for copies of them."""
     scores_in_pages: ClassVar[str] = ""
     """Plane that the rule reads by `KVView.in_pages` only, if that gives scores; "" for none."""
+    not_on_latents: ClassVar[str] = ""
+    """Why the scores have no meaning for latents (MLA), and what to use; "" for rules that have."""
     extra: ClassVar[str] = ""
     """Optional packages that the policy needs: a key of `quire.layout.extras.EXTRAS`, or ""."""
 

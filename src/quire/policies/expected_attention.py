@@ -45,6 +45,7 @@ class ExpectedAttention(SinksAndRecent):
     """
 
     cost = "moments of all queries; at an eviction, keys times a matrix for each query head"
+    not_on_latents = "the norms of latents are not those of the values projected from them"
 
     sinks: int = 4
     future: int = 512

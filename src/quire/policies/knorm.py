@@ -27,6 +27,9 @@ class KNorm(SinksAndRecent):
 
     cost = "a read of the keys at an eviction"
     scores_in_pages = KEY
+    not_on_latents = (
+        "latents are normalized before they are stored, so their norms do not rank tokens"
+    )
 
     @property
     def lanes_apart(self) -> bool:

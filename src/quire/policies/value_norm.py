@@ -38,6 +38,7 @@ class ValueNorm(ScorePolicy):
     """
 
     cost = "the base rule, and one read of the values"
+    not_on_latents = "the norms of latents are not those of the values projected from them"
 
     base: EvictionPolicy = H2O()  # noqa: RUF009 - frozen
     power: float = 1.0

@@ -13,6 +13,7 @@ MODELS = {
     "unequal heads": ("gemma4_unified", "other dims and KV heads in windows (`gemma4_unified`)"),
     "shared KV": ("gemma4", "layers that read the KV of other layers (`gemma4`)"),
     "chunked attention": ("llama4", "half of the layers (`llama4`)"),
+    "latent attention": ("deepseek_v3", "one latent per token (`deepseek_v3`)"),
 }
 
 OTHERS = {

@@ -128,7 +128,7 @@ def test_recompute_skips_separate_query_projections(name):
     decoder.keys_and_values(1, storing.inputs[1], torch.arange(TOKENS))
     projected = []
     for part, module in model.named_modules():
-        if part.endswith("q_proj"):
+        if part.endswith(("q_proj", "q_b_proj")):
             module.register_forward_hook(lambda *_: projected.append(1))
 
     decoder.keys_and_values(1, storing.inputs[1], torch.arange(TOKENS))

@@ -24,7 +24,8 @@ class Recorder:
     def attend(self, call, query, key, value):
         self.calls[call.layer], self.queries[call.layer] = call, query.clone()
         self.keys[call.layer] = key.clone()
-        return query.new_zeros(*query.shape[:2], value.shape[2])
+        value_dim = value.shape[2] if call.latent is None else call.latent.value_dim
+        return query.new_zeros(*query.shape[:2], value_dim)
 
 
 def record(decoder, rope_variant=0):
@@ -40,9 +41,11 @@ def full_layers(decoder):
 
 @pytest.mark.parametrize("name", [name for name in zoo.ARCHITECTURES if name != "llama4"])
 def test_inverse_rope_of_one_token_is_independent_of_its_position(name):
-    """One token at all positions: its pre-RoPE queries are equal."""
+    """One token at all positions: its pre-RoPE queries are equal; in latents, their last part."""
     decoder = TransformersDecoder(zoo.build(name))
-    assert decoder.prepare(QueryMoments()) is None
+    reason, latent = decoder.prepare(QueryMoments()), decoder.spec.latent
+    assert (reason is None) == (latent is None)
+    assert decoder.prepare_pre_rope() is None or name in ("gpt2", "opt")
     recorder = Recorder()
     token = torch.full_like(POSITIONS, 9)
     decoder.forward(token, POSITIONS, POSITIONS[:0], recorder)
@@ -52,6 +55,7 @@ def test_inverse_rope_of_one_token_is_independent_of_its_position(name):
 
     for layer in full_layers(decoder):
         rotary, query = recorder.calls[layer].rotary, recorder.queries[layer]
+        query = query if latent is None else query[..., latent.key_dim :]
         assert rotary.module is not None
         pre_rope = rotary.unrotate(query, POSITIONS)
         torch.testing.assert_close(pre_rope, pre_rope[:1].expand_as(pre_rope), atol=1e-4, rtol=1e-4)
@@ -144,8 +148,9 @@ def test_queries_and_keys_at_position_0_can_be_rotated_to_any_position(name):
 
         assert at_zero.calls.keys() == set(range(decoder.spec.num_layers))
         for layer, call in at_zero.calls.items():
+            first = 0 if call.latent is None else decoder.spec.latent.key_dim
             for vectors, expected in (
-                (at_zero.queries[layer], rotated.queries[layer]),
+                (at_zero.queries[layer][..., first:], rotated.queries[layer][..., first:]),
                 (at_zero.keys[layer], rotated.keys[layer]),
             ):
                 moved = call.rotary.rotate_pre_rope(vectors, POSITIONS)

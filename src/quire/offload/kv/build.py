@@ -124,8 +124,8 @@ def _recompute(decoder: TransformersDecoder, layer: int, tokens: int) -> Run:
 
 def _attend(decoder: Decoder, layer: int, tokens: int) -> Run:
     heads, dtype = decoder.spec.heads[layer], decoder.dtype
-    query = torch.zeros(1, heads.query_heads, 1, heads.key_dim, dtype=dtype)
-    key = torch.zeros(1, heads.kv_heads, tokens, heads.key_dim, dtype=dtype)
+    query = torch.zeros(1, heads.query_heads, 1, heads.query_dim, dtype=dtype)
+    key = torch.zeros(1, heads.kv_heads, tokens, heads.query_dim, dtype=dtype)
     value = torch.zeros(1, heads.kv_heads, tokens, heads.value_dim, dtype=dtype)
     return lambda: attend_partial(query, key, value, math=AttentionMath(1.0), seen=None)
 

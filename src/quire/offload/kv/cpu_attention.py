@@ -24,6 +24,7 @@ from quire.kernels.backend import AttentionMath, LayerPages
 from quire.kernels.coded import CodedPages, decode_pages
 from quire.kernels.dense import Partial, attend_partial, merge
 from quire.kernels.device_copies import to_device
+from quire.kernels.latent import folded
 from quire.kv.coded_layers import CodedLayers
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.memory import KVMemory
@@ -125,8 +126,8 @@ class StepCPUAttention:
         """Start CPU attention of a layer; `query` as for `merge_into`."""
         if not self.serves(group):
             return
-        places = to_device(self.places, query.device)
-        queries = query[places].to("cpu", non_blocking=query.is_cuda)
+        math, queries = self._queries(query, math)
+        queries = queries.to("cpu", non_blocking=query.is_cuda)
         ready = torch.cuda.current_stream(query.device).record_event() if query.is_cuda else None
         plain = replace(math, sinks=None)  # sinks count once, in the final merge
 
@@ -168,21 +169,26 @@ class StepCPUAttention:
         if in_flight is None:
             return
         table = self._engine.memory.tables[group.name]
+        math, queries = self._queries(query, math)
         plain = replace(math, sinks=None)
         on_device = [
-            self._on_device(table, pages, row, query[row.place][None, :, None], plain)
-            for row in self._rows
+            self._on_device(table, pages, row, one[None, :, None], plain)
+            for row, one in zip(self._rows, queries, strict=True)
         ]
         sinks = math.sinks
         for row, device, host in zip(self._rows, on_device, in_flight.result(), strict=True):
             on_cpu = Partial(host.out.to(out.device), host.lse.to(out.device))
-            whole = merge([device, on_cpu], sinks)
-            out[row.place] = whole.out[0, :, 0].to(out.dtype)
+            whole = merge([device, on_cpu], sinks).out[:, :, 0].to(out.dtype)
+            out[row.place] = (whole if math.latent is None else math.latent.unfold(whole))[0]
 
     def finalize(self) -> None:
         """Wait until no CPU attention is running, also after a failed step."""
         if self._in_flight is not None:
             self._in_flight.exception()
+
+    def _queries(self, query: Tensor, math: AttentionMath) -> tuple[AttentionMath, Tensor]:
+        """Return the queries of the rows, and operations on them and on keys as pages hold them."""
+        return folded(math, query[to_device(self.places, query.device)])
 
     # ---- location of the pages -----------------------------------------------------------------
 
@@ -248,7 +254,7 @@ class StepCPUAttention:
                 replace(coded.key, planes=views.coded.key.planes),
                 replace(coded.value, planes=views.coded.value.planes),
             )
-        key, value = _read(views.key, views.value, own, numbers, lane)
+        key, value = math.heads(*_read(views.key, views.value, own, numbers, lane))
         return attend_partial(query, key, value, math=math, seen=None)
 
     def _on_device(
@@ -269,7 +275,8 @@ class StepCPUAttention:
             numbers = torch.from_numpy(table.pages[row.row, of_table, columns]).long()
             live = int(table.num_slots[row.row, of_table]) - len(row.host) * tokens
             numbers = numbers.to(query.device)
-            key, value = _read(pages.key, pages.value, pages.coded, numbers, lane)
+            stored = _read(pages.key, pages.value, pages.coded, numbers, lane)
+            key, value = math.heads(*stored)
             own_math = math.of_lanes(pages.num_lanes, torch.tensor([lane], device=query.device))
             if own_math.alibi is not None:
                 slot = torch.arange(tokens, device=query.device)

@@ -4,14 +4,17 @@ import numpy as np
 import pytest
 import torch
 
+from quire.kernels.latent import LatentHeads
 from quire.layout.statistics import QueryRing
 from quire.policies import windows
 from quire.policies.rkv import RKV, mean_similarity
 from quire.policies.snapkv import SnapKV
 from quire.policies.tova import TOVA
+from quire.policies.view import KVView
 from quire.policies.windows import column_sums
 from support.histories import (
     REDUCE,
+    Slots,
     best,
     keep_of,
     make_history,
@@ -66,6 +69,36 @@ def test_tova_with_lane_scope_retains_a_set_per_kv_head(group):
         last = [window_rows(history, lane, h, 1)[history.tokens - 1] for h in range(group)]
         scores = {t: np.mean([row[t] for row in last]) for t in history.cached[lane]}
         assert tokens == best(scores, {0}, int(keep[lane]))
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_weights_of_folded_queries_over_latents_are_those_of_the_heads(window):
+    """Latents of 6 elements, projected to keys of 4 and values of 3; rotated parts of 2."""
+    generator, heads, tokens = torch.Generator().manual_seed(0), 3, 9
+    projection = torch.nn.Linear(6, heads * (4 + 3), bias=False)
+    latent = LatentHeads(projection, heads, 4, lambda value, key: (key, value))
+    stored = torch.randn(tokens, 6 + 2, generator=generator)
+    queries = torch.randn(window, heads, 4 + 2, generator=generator)
+    by_head = (stored[:, :6] @ projection.weight.T).detach().view(tokens, heads, 7).transpose(0, 1)
+    keys = torch.cat([by_head[..., :4], stored[:, 6:].expand(heads, -1, -1)], dim=2)
+    marks, ring = torch.arange(tokens - window, tokens)[:, None] + 1.0, QueryRing(window)
+
+    def sums(queries, keys):  # a lane for each KV head
+        lanes = queries.view(window, len(keys), -1).transpose(0, 1)
+        record = torch.cat([lanes, marks.expand(len(keys), -1, -1)], dim=2)
+        view = KVView(
+            torch.arange(tokens).expand(len(keys), -1),
+            tokens,
+            heads_per_layer=len(keys),
+            statistics={ring.name: record},
+            slots=Slots(keys, keys),
+            head_dim=keys.shape[2],
+            layer_scales=(0.4,),
+        )
+        return column_sums(view, ring).flatten(0, 1)
+
+    found = sums(latent.fold(queries).flatten(1), stored[None])
+    torch.testing.assert_close(found, sums(queries, keys), atol=1e-6, rtol=1e-5)
 
 
 def pooled(values, kernel, pooling):
