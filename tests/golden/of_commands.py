@@ -88,13 +88,15 @@ def plan(workshop: Workshop) -> object:
 
 @case()
 def plan_of_kinds(workshop: Workshop) -> object:
-    """Bytes of models whose layers have windows, chunks, unequal heads, or the KV of others."""
+    """Bytes of models whose layers have windows, chunks, unequal heads, latents, others' KV."""
     found = {}
+    sizes = {"deepseek-v3": ("--kv-memory=80GiB", "--sequence-tokens=32768")}
     for name, config in PUBLIC_SHAPES.items():
         folder = workshop.folder_for(name)
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         for codec in ("bfloat16", "int8"):
-            result = workshop.run("plan", folder, "--memory=2TiB", f"--kv-codec={codec}")
+            options = (f"--kv-codec={codec}", *sizes.get(name, ()))
+            result = workshop.run("plan", folder, "--memory=2TiB", *options)
             found[f"{name}, {codec}"] = {
                 "claims": result["claims"],
                 "kinds": result["arms"]["kinds"],

@@ -136,3 +136,13 @@ def test_slopes_are_those_of_transformers(num_heads):
     torch.testing.assert_close(slopes, bloom[:, 0, 1])
     if num_heads > 1:
         torch.testing.assert_close(-slopes, build_mpt_alibi_tensor(num_heads, 2)[:, 0, 0])
+
+
+def test_one_codec_applies_to_the_latents_of_an_engine():
+    """16 codes, a scale of 2 B and 8 rotated elements of 4 B: 50 B for each of 4 tokens."""
+    engine = Engine(load("deepseek_v3"), kv_config(memory="1MiB", page_tokens=4, codec="int8"))
+
+    assert engine.pool.codec == "float32/int8"
+    (group,) = engine.pool.kv.memory.layout.groups
+    assert group.page_class.data_bytes == 4 * (16 + 2 + 8 * 4)
+    forced_logits(engine, "deepseek_v3", reference("deepseek_v3")[:1])

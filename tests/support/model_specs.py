@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quire.layout.model import HeadShape, LayerSpec, ModelSpec
+from quire.layout.model import HeadShape, LatentSpec, LayerSpec, ModelSpec
 
 
 def small_spec(*layers: int | LayerSpec | None, **shape: Any) -> ModelSpec:
@@ -37,6 +37,13 @@ CACHE_KINDS: dict[str, ModelSpec] = {
         *(LayerSpec(source=1), LayerSpec(source=1), LayerSpec(source=2, heads=_WIDE)),
     ),
     "chunked": small_spec(LayerSpec(chunk=32), LayerSpec(chunk=32), None),
+    "latent": small_spec(
+        *(None, None),
+        num_kv_heads=1,
+        head_dim=8,
+        value_dim=32,
+        latent=LatentSpec(key_dim=12, value_dim=16, query_rank=24),
+    ),
 }
 """Small specs with the kinds of caches that ordinary models do not have."""
 
@@ -85,6 +92,31 @@ PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
             "max_position_embeddings": 10_485_760,
             "no_rope_layers": [],
         },
+    },
+    # one latent of 512 and a rotated part of 64 for 128 heads of 192 (keys) and 128 (values)
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        "torch_dtype": "bfloat16",
+        "vocab_size": 129_280,
+        "hidden_size": 7168,
+        "intermediate_size": 18_432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "moe_layer_freq": 1,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "num_nextn_predict_layers": 1,
+        "max_position_embeddings": 163_840,
+        "tie_word_embeddings": False,
     },
     # keys of 192 and values of 128; windows have 8 KV heads, full attention 4
     "mimo-v2-flash": {

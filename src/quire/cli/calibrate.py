@@ -107,7 +107,7 @@ def _one(
     from quire.kv.coded_layers import write_constants
     from quire.layout.kv_format import fill_plain, read_format
 
-    form = read_format(fill_plain(text, "float32"))
+    form = read_format(fill_plain(text, "float32", latent=loaded.spec.latent is not None))
     measured = measure(vectors, form)
     errors = errors_of(vectors, form, measured)
     product = sum(error.product for error in errors) / len(errors)

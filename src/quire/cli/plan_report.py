@@ -19,7 +19,7 @@ from quire.layout.config import ConfigReader, check_sizes, dtype_bytes
 from quire.layout.kv_format import fill_plain, read_format
 from quire.layout.layout import layout_for
 from quire.layout.limits import refuse_model_type
-from quire.layout.model import ModelSpec
+from quire.layout.model import HeadShape, ModelSpec
 from quire.layout.pages import CacheLayout
 from quire.layout.sizes import format_size, option_size, rounded_size
 from quire.plan.capacity import (
@@ -181,7 +181,8 @@ def plan_report(
     check_sizes(config)
     model = ModelSpec.from_config(config)
     dtype = _resolve_dtype(options.dtype, config)
-    kv_codec = fill_plain(dtype if options.kv_codec is None else options.kv_codec, dtype)
+    kv_codec = dtype if options.kv_codec is None else options.kv_codec
+    kv_codec = fill_plain(kv_codec, dtype, latent=model.latent is not None)
     layout = layout_for(
         model,
         page_tokens=options.page_tokens,
@@ -296,7 +297,7 @@ def _choices(
                     name: layout_for(
                         model,
                         page_tokens=options.page_tokens,
-                        codec=fill_plain(kv_codec, dtype),
+                        codec=fill_plain(kv_codec, dtype, latent=model.latent is not None),
                         evicting=share < 1,
                     )
                     for name, share in RETAINED.items()
@@ -470,9 +471,7 @@ def render(report: PlanReport, quality: Quality | None = None) -> RenderableType
     """
     coded = report.weight_codec != "auto"
     weights = f"{report.dtype}, quantized to {report.weight_codec}" if coded else report.dtype
-    heads = " or ".join(
-        dict.fromkeys(_heads_text(h.kv_heads, h.key_dim, h.value_dim) for h in report.model.heads)
-    )
+    heads = " or ".join(dict.fromkeys(map(_heads_text, report.model.heads)))
     title = Text(
         f"{report.model_name}: {report.model.num_parameters:,} parameters,"
         f" {report.model.num_layers} layers, {heads}, weights {weights}, KV {report.kv_codec}",
@@ -538,6 +537,14 @@ def capacity_table(report: PlanReport) -> Table:
     table = Table("KV", "", show_header=False)
     per_token = report.kv_bytes_per_token
     table.add_row("bytes per token", f"{per_token:,} ({format_size(per_token)})")
+    for kind in report.kinds.values():
+        if kind.latent:
+            heads, of_layer = report.model.heads[0], kind.bytes_per_token // kind.layers
+            table.add_row(
+                "bytes per token and layer",
+                f"{of_layer:,}: {kind.key_dim + kind.value_dim:,} elements instead of"
+                f" {heads.values_per_expanded_pair:,} of {heads.query_heads} heads",
+            )
     tokens = f"{fits.page_tokens} tokens of one layer, all KV heads"
     sizes = sorted({kind.page_bytes for kind in report.kinds.values()})
     table.add_row("page size", f"{' or '.join(f'{size:,}' for size in sizes)} B: {tokens}")
@@ -563,9 +570,12 @@ def capacity_table(report: PlanReport) -> Table:
     return table
 
 
-def _heads_text(kv_heads: int, key_dim: int, value_dim: int) -> str:
-    dims = f"{key_dim}" if key_dim == value_dim else f"{key_dim} (keys) and {value_dim} (values)"
-    return f"{kv_heads} KV head{'s' * (kv_heads > 1)} of {dims}"
+def _heads_text(heads: HeadShape | LayerKind) -> str:
+    if heads.latent:
+        return f"latent of {heads.value_dim} + {heads.key_dim} rotated elements, 1 for all heads"
+    same = heads.key_dim == heads.value_dim
+    dims = f"{heads.key_dim}" + ("" if same else f" (keys) and {heads.value_dim} (values)")
+    return f"{heads.kv_heads} KV head{'s' * (heads.kv_heads > 1)} of {dims}"
 
 
 def _has_kinds(report: PlanReport) -> bool:
@@ -583,9 +593,8 @@ def kinds_table(report: PlanReport) -> Table:
         held = "all tokens"
         if kind.max_tokens is not None and kind.max_bytes is not None:
             held = f"at most {kind.max_tokens:,} tokens, {format_size(kind.max_bytes)}"
-        heads = _heads_text(kind.kv_heads, kind.key_dim, kind.value_dim)
         layers, per_token = f"{kind.layers}", f"{kind.bytes_per_token:,}"
-        table.add_row(name.replace("_", " "), layers, heads, per_token, held)
+        table.add_row(name.replace("_", " "), layers, _heads_text(kind), per_token, held)
         if kind.reading_layers:
             table.add_row("", f"{kind.reading_layers}", "read the KV of these", "0", "")
     saved, own = report.saved_bytes_per_token, report.kv_bytes_per_token

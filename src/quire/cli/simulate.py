@@ -177,7 +177,7 @@ def _measured() -> Rates | NotUsable:
 
 def _eviction(settings: Settings, model: "ModelSpec") -> Callable[[int], EvictionSpec]:
     """Return a function from prompt length in tokens to the resolved eviction spec."""
-    codec = stored_codec(settings.kv.codec, DTYPE)
+    codec = stored_codec(settings.kv.codec, DTYPE, latent=model.latent is not None)
     if parse_policy(settings.kv.evict).name == "full":
         refuse_excluded(codec, Storing(form=read_format(codec)))
         return lambda tokens: KEEP_ALL

@@ -90,7 +90,7 @@ def stored_as(
     Errors advise to calibrate the model `argument`.
     """
     dtype = plain_codec(decoder.dtype)
-    written = stored_codec(codec, dtype)
+    written = stored_codec(codec, dtype, latent=spec.latent is not None)
     form = read_format(written)
     pairs = [(form.key, form.value)]
     pairs += [(form.promoted.key, form.promoted.value)] if form.promoted else []

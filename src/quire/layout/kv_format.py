@@ -5,6 +5,9 @@
     int8+plain_layers=2                 the first two and the last two layers unquantized
     int2+residual=64+promoted=32:int4   4 more bits for the 32 tokens of a lane with top scores
 
+In latent attention the values are the latents, and the keys their rotated parts. A single codec
+applies to the latents only: `int8` is `none/int8`. Both sides are written to change that.
+
 Full-precision tokens are stored in addition to their codes, in private pages of the sequence. Every
 token is encoded once, when it is written, so no work is needed when it leaves the window. What the
 code of a promoted token lost is encoded in addition, before the token leaves the window.
@@ -18,7 +21,7 @@ from dataclasses import dataclass
 
 from quire.errors import ConfigError, UnknownName
 from quire.layout import limits
-from quire.layout.codec_names import AS_COMPUTED, codec_pair, codec_spec
+from quire.layout.codec_names import AS_COMPUTED, PAIRS, codec_pair, codec_spec
 from quire.layout.codecs import CodecSpec
 from quire.layout.token_precision import PROMOTED, Records, read_records
 
@@ -116,17 +119,20 @@ def read_format(text: str) -> KVFormat:
     return found
 
 
-def fill_plain(text: str, plain: str) -> str:
+def fill_plain(text: str, plain: str, *, latent: bool = False) -> str:
     """Replace `none` by the model's type in a KV codec, and add `plain` if it is needed.
 
     Args:
         text: KV codec in the syntax of `read_format`, with `none` for one codec or both.
         plain: the unquantized codec of the type that the model computes in.
+        latent: whether the model stores latents; then one codec is that of latents only.
     """
     codecs, *options = (part.strip() for part in text.split("+"))
     sides = [plain if side.strip() == AS_COMPUTED else side.strip() for side in codecs.split("/")]
-    written = sides[0] if len(sides) == 2 and sides[0] == sides[1] else "/".join(sides)
-    written = "+".join((written, *options))
+    if latent and len(sides) == 1 and codecs not in PAIRS:
+        sides = [plain, *sides]
+    same = len(sides) == 2 and sides[0] == sides[1] and not (latent and sides[0] != plain)
+    written = "+".join((sides[0] if same else "/".join(sides), *options))
     found = read_format(written)
     if found.plain is None and found.needs_plain:
         return f"{written}+plain={plain}"
@@ -215,18 +221,19 @@ def _as_written(text: str) -> str:
     return re.sub(rf"\s*\+\s*{PLAIN}=[^+]*", "", text)
 
 
-def stored_codec(text: str, dtype: str) -> str:
+def stored_codec(text: str, dtype: str, *, latent: bool = False) -> str:
     """Return the KV codec of an engine with all defaults filled in.
 
     Args:
         text: KV codec in the syntax of `read_format`; `none`, for keys, values or both, is `dtype`.
         dtype: type that the model computes in.
+        latent: whether the model stores latents; see `fill_plain`.
 
     Raises:
         UnknownName: a codec is unknown.
         ConfigError: an option's value is invalid, or an unquantized codec is not `dtype`.
     """
-    written = fill_plain(text, dtype)
+    written = fill_plain(text, dtype, latent=latent)
     form = read_format(written)
     for codec in (form.key, form.value, *([form.plain] if form.plain else [])):
         if codec.is_plain and codec.name != dtype:

@@ -122,8 +122,54 @@ class HeadShape:
 
     @property
     def values_per_pair(self) -> int:
-        """Multiplications of a token that attends to one other: with its key and its value."""
+        """Multiplications of a token that attends to one other: with its key and its value.
+
+        With a latent, the query is folded: it is compared with latents.
+        """
         return self.query_heads * (self.query_dim + self.value_dim)
+
+    @property
+    def values_per_expanded_pair(self) -> int:
+        """Multiplications of a token that attends to one other with keys and values of heads."""
+        return self.query_heads * sum(self.projected_dims)
+
+    @property
+    def values_per_expansion(self) -> int:
+        """Multiplications that expand a latent to the keys and values of all heads; else 0."""
+        if self.latent is None:
+            return 0
+        return self.query_heads * (self.latent.key_dim + self.latent.value_dim) * self.value_dim
+
+    def products_in_step(self, pairs: "Counts", new: "Counts", before: "Counts") -> "Counts":
+        """Return the multiplications of attention, of each sequence.
+
+        A sequence with latents and several new tokens attends in the cheaper form: to latents, or
+        to keys and values expanded from the latents of earlier tokens too. The projection of new
+        tokens' queries or latents costs the same in both, and is one of the model's projections.
+
+        Args:
+            pairs: of a new token and a token that it attends to.
+            new: new tokens.
+            before: earlier tokens.
+        """
+        products = pairs * self.values_per_pair
+        if self.latent is None:
+            return products
+        expanded = pairs * self.values_per_expanded_pair + before * self.values_per_expansion
+        saved: Counts = products - expanded
+        products -= saved * ((saved > 0) & (new > 1))
+        return products
+
+    @property
+    def activations_per_token(self) -> int:
+        """Elements of queries, keys, values and outputs of a token in attention.
+
+        With a latent also folded queries and outputs over latents, or expanded keys and values.
+        """
+        if self.latent is None:
+            return (self.query_heads + self.kv_heads) * (self.key_dim + self.value_dim)
+        forms = max(self.values_per_pair, self.values_per_expanded_pair)
+        return self.values_per_token + self.values_per_expanded_pair + forms
 
     def of_rank(self, size: int) -> "HeadShape":
         """Return the heads of one of `size` ranks of a tensor-parallel group.
@@ -941,13 +987,12 @@ class ModelSpec:
         query_dim, output_dim = heads.projected_dims
         queries, outputs = heads.query_heads * query_dim, heads.query_heads * output_dim
         if heads.latent is not None:
-            rank, latent = heads.latent.query_rank, heads.latent
+            rank = heads.latent.query_rank
             of_queries = queries * self.hidden_size
             if rank is not None:
                 of_queries = rank * (self.hidden_size + queries)
-            expansion = heads.query_heads * (latent.key_dim + latent.value_dim) * heads.value_dim
-            stored = self.hidden_size * heads.values_per_token
-            return of_queries + stored + expansion, self.hidden_size * outputs
+            stored = self.hidden_size * heads.values_per_token + heads.values_per_expansion
+            return of_queries + stored, self.hidden_size * outputs
         keys = 0 if layer.source is not None else heads.kv_heads * heads.key_dim
         values = 0 if layer.source is not None else heads.kv_heads * heads.value_dim
         stored = keys + (0 if layer.keys_from_values else values)

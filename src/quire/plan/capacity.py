@@ -80,6 +80,7 @@ class LayerKind:
     kv_heads: int
     key_dim: int
     value_dim: int
+    latent: bool  # values are latents, and keys their rotated parts
     page_bytes: int  # of one layer
     bytes_per_token: int  # in all layers, before a window or chunk is full
     max_tokens: int | None  # of a decoding sequence, in a layer; None: all
@@ -105,6 +106,7 @@ def layer_kinds(layout: CacheLayout) -> dict[str, LayerKind]:
             kv_heads=page.heads * group.lanes_per_layer,
             key_dim=page.head_dim,
             value_dim=page.value_dim,
+            latent=page.joined,
             page_bytes=page.page_bytes,
             bytes_per_token=math.ceil(Fraction(page.data_bytes, page.tokens) * group.num_lanes),
             max_tokens=bound,
@@ -306,7 +308,7 @@ def estimate_activation_peak(
     sets is added, of which one is live at a time:
 
         attention   max_num_batched_tokens * (heads + kv_heads) * (key_dim + value_dim)
-                    query, key, value, output
+                    query, key, value, output; of latents see `HeadShape.activations_per_token`
         MLP         max_num_batched_tokens * width * (3 if gated else 2)
                     gate, up, product
         logits      sampled_rows * vocab * (bytes_per_value + 2 * 4 bytes)
@@ -324,10 +326,7 @@ def estimate_activation_peak(
     if model.mixture is not None:
         experts = model.mixture.experts_per_token * model.mixture.expert_size
         width = max(width, experts + model.mixture.shared_size)
-    attention = max(
-        (heads.query_heads + heads.kv_heads) * (heads.key_dim + heads.value_dim)
-        for heads in model.heads
-    )
+    attention = max(heads.activations_per_token for heads in model.heads)
     mlp = (3 if model.gated_mlp else 2) * width
     logits_bytes = sampled_rows * model.vocab_size * (bytes_per_value + 2 * _LOGITS_BYTES)
     layer_bytes = max_num_batched_tokens * max(attention, mlp) * bytes_per_value

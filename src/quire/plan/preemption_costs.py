@@ -186,11 +186,12 @@ def assumed_prefill(model: ModelSpec, flops_per_s: int | float) -> PrefillRates:
 
     A token at position p multiplies p keys and p values of each query head: 2 * heads * (key_dim +
     value_dim) * p FLOP a layer, which sums up to heads * (key_dim + value_dim) * (b^2 - a^2) from
-    a to b.
+    a to b. Latents of a prompt are expanded to keys and values of heads if that is cheaper.
     """
     tables = model.embedding_parameters + model.lookup_parameters
     weights = model.num_active_parameters - tables
-    attention = sum(heads.values_per_pair for heads in model.heads)
+    forms = ((heads.values_per_pair, heads.values_per_expanded_pair) for heads in model.heads)
+    attention = sum(map(min, forms))
     return PrefillRates(token_s=2 * weights / flops_per_s, square_s=attention / flops_per_s)
 
 

@@ -216,6 +216,6 @@ def attention_cost(
     for layer, heads, layers in model.attention:
         slots = layer.seen_in_step(new, before) + (new if layer.source is None else 0)
         kv_bytes += layers * int(slots.sum()) * heads.values_per_token * bytes_per_value
-        pair_flops = 2 * heads.values_per_pair
-        flops += layers * int(layer.pairs_in_step(new, before).sum()) * pair_flops
+        pairs = layer.pairs_in_step(new, before)
+        flops += 2 * layers * int(heads.products_in_step(pairs, new, before).sum())
     return kv_bytes, flops

@@ -123,7 +123,10 @@ def plan_for(
     length = min(DEFAULT_LENGTH, model.max_positions) if length is None else length
     most, field = engine.schedule_config.max_num_seqs, "codec"
     try:
-        codec = engine.pool.codec if codec is None else stored_codec(codec, dtype)
+        if codec is None:
+            codec = engine.pool.codec
+        else:
+            codec = stored_codec(codec, dtype, latent=model.latent is not None)
         layout, field = _layout_with(llm, codec, retained), "budget_bytes"
         held = capacity(
             model,

@@ -123,7 +123,7 @@ def make_engine(
     refuse_unsimulated(config.kv)
     layout = folded_layout(
         config.model,
-        codec=stored_codec(config.kv.codec, config.dtype),
+        codec=stored_codec(config.kv.codec, config.dtype, latent=config.model.latent is not None),
         page_tokens=config.kv.page_tokens,
         evicting=config.eviction.cap is not None,
     )

@@ -384,6 +384,16 @@ def test_missing_dtype_is_float32(folder: Path):
             0,
         ),
         (
+            "deepseek-v3",
+            "bfloat16",
+            [
+                "671,026,404,352 parameters, 61 layers, latent of 512 + 64 rotated elements, 1 for",
+                "bytes per token and layer 1,152: 576 elements instead of 40,960 of 128 heads",
+            ],
+            61 * (512 + 64) * 2,
+            0,
+        ),
+        (
             "mimo-v2-flash",
             "bfloat16",
             [
@@ -417,6 +427,27 @@ def test_each_kind_of_layer_is_shown_with_its_bytes(
     assert report.saved_bytes_per_token == saved
     for kind in report.kinds.values():  # nothing is padded
         assert kind.page_bytes * kind.layers == 16 * kind.bytes_per_token
+
+
+def test_latents_of_deepseek_v3_in_80_gib(folder: Path):
+    """2,048 pages of 16 tokens in each of 61 layers; int8: 512 codes, a scale of 2, 64 x 2 B.
+
+    80 GiB = 85,899,345,920 B hold 37 sequences of 2,302,672,896 B.
+    """
+    (folder / "config.json").write_text(json.dumps(PUBLIC_SHAPES["deepseek-v3"]))
+    options = PlanOptions(memory_bytes=2 << 40, kv_memory_bytes=80 << 30, sequence_tokens=32_768)
+    plain = plan_report(folder, options)
+    int8, both = (
+        plan_report(folder, replace(options, kv_codec=codec)) for codec in ("int8", "int8/int8")
+    )
+
+    assert plain.capacity.sequences == (80 << 30) // (61 * 2048 * 16 * 1152) == 37
+    assert plain.kv_bytes_per_token == 61 * 1152
+    assert int8.kv_codec == "bfloat16/int8"
+    assert int8.kv_bytes_per_token == 61 * (512 + 2 + 64 * 2)
+    assert int8.capacity.page_bytes == 16 * 642 + 32  # whole cache lines
+    assert int8.capacity.sequences == (80 << 30) // (61 * 2048 * 10_304) == 66
+    assert both.kv_bytes_per_token == 61 * (512 + 2 + 64 + 2)
 
 
 def test_default_model_is_quire_tiny_and_all_sections_are_printed():
@@ -474,13 +505,13 @@ def test_memory_bar_is_proportional(folder: Path):
 
 
 def test_unsupported_model_is_refused(tmp_path: Path):
-    config = {"model_type": "deepseek_v3", "num_hidden_layers": 4, "hidden_size": 64}
+    config = {"model_type": "deepseek_v4", "num_hidden_layers": 4, "hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
 
     result = quire_plan(str(tmp_path), "--memory", "1GiB")
 
     assert result.exit_code == 2
-    assert "deepseek_v3 is not supported: its attention caches one latent vector" in result.stderr
+    assert "deepseek_v4 is not supported: its layers compress the keys and values" in result.stderr
 
 
 def test_default_max_num_batched_tokens_is_that_of_the_engine():

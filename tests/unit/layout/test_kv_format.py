@@ -58,6 +58,26 @@ def test_fill_plain_makes_the_plain_type_explicit(text, expected):
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("none", "float16"),
+        ("float16", "float16"),
+        ("int8", "float16/int8"),
+        ("none/int8", "float16/int8"),
+        ("int8/int8", "int8/int8"),
+        ("int8/none", "int8/float16"),
+        ("int4:group=8+residual=9", "float16/int4:group=8+residual=9+plain=float16"),
+        ("kivi4", "kivi4+plain=float16"),
+    ],
+)
+def test_one_codec_applies_to_latents_only(text, expected):
+    written = fill_plain(text, "float16", latent=True)
+
+    assert written == expected
+    assert fill_plain(written, "float16", latent=True) == expected
+
+
+@pytest.mark.parametrize(
     ("text", "page_tokens", "recent"),
     [
         ("int4+sinks=3", 16, 0),

@@ -102,6 +102,13 @@ def test_rates_of_another_dtype_or_device_are_not_used(changes):
     assert known.notice
 
 
+def test_assumed_prefill_rates_of_latents_are_those_of_expanded_heads():
+    """Two layers, 4 heads with keys of 20 and values of 16, of latents of 32 + 8."""
+    found = assumed_prefill(CACHE_KINDS["latent"], 1e9)
+
+    assert found.square_s == pytest.approx(2 * 4 * (20 + 16) / 1e9)
+
+
 def test_assumed_prefill_rates_of_a_small_model():
     """Two layers: q and o 64 x 64, k and v 64 x 32, MLP 3 x 64 x 128: 36,864 weights each.
 

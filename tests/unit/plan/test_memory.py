@@ -12,6 +12,7 @@ from quire.plan.capacity import (
     estimate_activation_peak,
     hidden_state_bytes,
 )
+from support.model_specs import CACHE_KINDS
 
 MODEL = ModelSpec(
     architecture="x",
@@ -103,6 +104,19 @@ def test_activation_peak_counts_the_widest_heads_and_the_embeddings_of_all_layer
     ) == 2 * 7 * (4 * 16 + 2 * 5 + 500)
     # in float32 between two layers: 3 streams, the embeddings, cosines and sines of 4 and of 60
     assert hidden_state_bytes(model, 7) == 4 * 7 * (3 * 16 + 2 * 5 + 2 * (4 + 60))
+
+
+def test_activation_peak_of_latents_counts_the_larger_form():
+    """Of each token: a latent of 32 + 8; queries of 20 and outputs of 16 in 4 heads, and folded.
+
+    Folded queries of 40 and outputs over latents of 32 are more than keys of 20 and values of 16.
+    """
+    folded = 40 + 4 * (20 + 16) + 4 * (40 + 32)
+    model = replace(CACHE_KINDS["latent"], intermediate_size=1)
+
+    assert estimate_activation_peak(
+        model, max_num_batched_tokens=7, sampled_rows=0, bytes_per_value=2
+    ) == 2 * 7 * (2 * 32 + folded)
 
 
 def test_negative_counts_are_refused():

@@ -12,7 +12,7 @@ from benchmarks.roofline.measured import total_cost
 from quire.errors import ConfigError
 from quire.layout.model import HeadShape, LayerSpec, MixtureSpec, ModelSpec
 from quire.plan.roofline import PartCost, RowTokens, decode_step, step_parts, weights_read_bytes
-from support.model_specs import small_spec
+from support.model_specs import CACHE_KINDS, small_spec
 
 PARTS = ("qkv", "attention", "output projection", "mlp", "head", "rest")
 
@@ -132,6 +132,30 @@ def test_attention_cost_of_unequal_shared_and_chunked_layers():
     assert parts["output projection"].weight_bytes == 2 * 32 * (4 * 4 + 4 * 32 + 4 * 4)
     step = decode_step(model, batch=1, tokens=14)
     assert step.kv_read_bytes == 6 * 2 * 2 * 12 * 2 + 14 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("row", "products"),
+    [
+        (RowTokens(new=1, before=9), 10 * 4 * (40 + 32)),
+        (RowTokens(new=4, before=6), 34 * 4 * (40 + 32)),  # less than 34 * 144 + 6 * 3,584
+        (RowTokens(new=20, before=0), 210 * 4 * (20 + 16)),
+        (RowTokens(new=64, before=9), (9 * 64 + 65 * 32) * 144 + 9 * 3_584),
+    ],
+)
+def test_attention_cost_of_latents_is_that_of_the_cheaper_form(row: RowTokens, products: int):
+    """Latents of 32 + 8 elements, 2 layers; 4 heads with queries of 12 + 8 and values of 16.
+
+    Expanding a latent takes 4 * (12 + 16) * 32 = 3,584 multiplications. qkv: queries of rank 24,
+    24 x (32 + 4 * 20) = 2,688, latents 32 x 40 = 1,280, their expansion 3,584.
+    """
+    model = CACHE_KINDS["latent"]
+    parts = parts_of(model, [row], 1)
+
+    assert parts["attention"].flops == 2 * 2 * products
+    assert parts["attention"].kv_bytes == 2 * 2 * 40 * (row.before + 2 * row.new)
+    assert parts["qkv"].weight_bytes == 2 * 2 * (2_688 + 1_280 + 3_584)
+    assert parts["output projection"].weight_bytes == 2 * 2 * 32 * 4 * 16
 
 
 def test_parts_sum_to_the_roofline_of_the_step():
