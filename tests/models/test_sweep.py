@@ -7,9 +7,25 @@ import json
 
 import pytest
 
-from models.cases import EQUAL, FAILED, NOT_TESTED, REFUSED, run_type
+from models.cases import (
+    EQUAL,
+    FAILED,
+    NOT_TESTED,
+    REFUSED,
+    TOLERANCE,
+    Recorder,
+    finish,
+    run_type,
+)
 from models.command import RESULTS, main, read
-from models.tiny import SIZES, TYPES, config_of
+from models.reference import difference, random_tokens, scan
+from models.tiny import SIZES, TYPES, build, config_of
+from quire.config.generation_request import GenerationRequest
+from quire.engine.core import Engine
+from quire.models.loader import load_model
+from quire.scheduler.schedule_config import ScheduleConfig
+from support.engines import greedy
+from support.kv_options import kv_config
 from support.snippets import ROOT
 
 SAMPLE = (
@@ -20,6 +36,7 @@ SAMPLE = (
 
 SAMPLED_CASES = ("tight", "chunks of 7")
 WITH_CODES = ("llama", "bloom", "mimo_v2_flash")  # the plain backend is slow
+LONG = ("deepseek_v3", "longcat_flash", "minicpm3")
 MIN_EQUAL = 91
 
 KNOWN = json.loads((ROOT / RESULTS).read_text())
@@ -32,6 +49,25 @@ def test_sampled_type_is_equal_to_transformers(model_type):
     found = run_type(model_type, [*SAMPLED_CASES, *codes])
 
     assert found.result == BY_TYPE[model_type]["result"] == EQUAL, found.why
+
+
+@pytest.mark.parametrize("chunk_tokens", [256, 24])
+@pytest.mark.parametrize("model_type", LONG)
+def test_logits_of_2000_tokens_in_chunks_equal_those_of_one_call(
+    model_type, chunk_tokens, tmp_path
+):
+    """Chunks of 256 tokens expand latents; those of 24, and single tokens, attend to them."""
+    model = build(model_type, max_positions=4096)
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, dtype="float32", device="cpu")
+    tokens = random_tokens(2000, loaded.spec.vocab_size, seed=3)
+    prompt, forced = tokens[:-20], tokens[-20:]
+    engine = Engine(loaded, kv_config(memory="16MiB"), ScheduleConfig(chunk_tokens=chunk_tokens))
+    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler, {"r0": forced})
+    engine.submit(GenerationRequest(prompt, greedy(20), request_id="r0"))
+    finish(engine)
+
+    assert difference(recorder.logits("r0"), scan(model, prompt, forced)) <= TOLERANCE
 
 
 @pytest.mark.slow

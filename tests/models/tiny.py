@@ -165,12 +165,15 @@ def _spread(kinds: list[str], count: int, *, turns: bool) -> Iterator[str]:
         yield ordered[layer % len(kinds) if turns else layer * len(kinds) // count]
 
 
-def build(model_type: str, seed: int = 0) -> PreTrainedModel:
+def build(model_type: str, seed: int = 0, *, max_positions: int | None = None) -> PreTrainedModel:
     """A tiny model in float32, in eval mode, with Transformers' eager attention."""
+    config = copy.deepcopy(config_of(model_type))
+    if max_positions is not None:
+        config.max_position_embeddings = max_positions
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config_of(model_type)), attn_implementation="eager", dtype=torch.float32
+            config, attn_implementation="eager", dtype=torch.float32
         )
         draw(model)
     return model.eval()

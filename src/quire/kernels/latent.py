@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.kernels.backend import (
     AttentionBackend,
@@ -34,21 +34,23 @@ class LatentHeads:
     """The latent projections of one layer; see `LatentProjections`.
 
     Args:
-        projection: projects latents to the keys and values of each head; its weight is
-            [heads * (key_dim + value_dim), rank]. The weight is read at each call: it can move.
+        weight: returns the weight that projects latents to the keys and values of each head,
+            [heads * (key_dim + value_dim), rank]. It is called each time: the weight can move.
         num_heads: number of heads.
         key_dim: elements of a head's key that are projected (qk_nope_head_dim).
         expand: returns keys and values [batch, head, slot, elements] of latents and rotated parts,
             [batch, 1, slot, elements] each.
     """
 
-    def __init__(self, projection: nn.Linear, num_heads: int, key_dim: int, expand: Expand) -> None:
-        self._projection, self._num_heads, self._key_dim = projection, num_heads, key_dim
+    def __init__(
+        self, weight: Callable[[], Tensor], num_heads: int, key_dim: int, expand: Expand
+    ) -> None:
+        self._weight, self._num_heads, self._key_dim = weight, num_heads, key_dim
         self._expand = expand
 
     @property
     def _by_head(self) -> Tensor:
-        weight = self._projection.weight.detach()
+        weight = self._weight().detach()
         return weight.view(self._num_heads, -1, weight.shape[1])
 
     @property
@@ -69,7 +71,7 @@ class LatentHeads:
         num_heads, key_dim, rank = self._keys.shape
         rotated_dim = query.shape[2] - key_dim
         folded = query.new_empty(len(query), num_heads, rank + rotated_dim)
-        projected, rotated = query[..., :key_dim], query[..., key_dim:]
+        projected, rotated = query[..., :key_dim].to(self._keys.dtype), query[..., key_dim:]
         folded[..., :rank] = torch.bmm(projected.transpose(0, 1), self._keys).transpose(0, 1)
         folded[..., rank:] = rotated
         return folded
@@ -77,7 +79,8 @@ class LatentHeads:
     def unfold(
         self, out: Float[Tensor, "token num_heads latent_dim"]
     ) -> Float[Tensor, "token num_heads value_dim"]:
-        return torch.bmm(out.transpose(0, 1), self._values.transpose(1, 2)).transpose(0, 1)
+        wide = out.transpose(0, 1).to(self._values.dtype)
+        return torch.bmm(wide, self._values.transpose(1, 2)).transpose(0, 1).to(out.dtype)
 
     def expand(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if key.dim() == 3:

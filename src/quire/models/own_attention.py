@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -304,8 +305,9 @@ def latent_heads(model: nn.Module) -> dict[int, LatentHeads]:
     found: dict[int, LatentHeads] = {}
     for module in filter(has_latents, model.modules()):
         of: Any = module
+        weight = partial(attrgetter("kv_b_proj.weight"), of)  # the layer may be replaced
         expand = partial(getattr(type(of), _LATENT.method), of)
-        found[of.layer_idx] = LatentHeads(of.kv_b_proj, of.num_heads, of.qk_nope_head_dim, expand)
+        found[of.layer_idx] = LatentHeads(weight, of.num_heads, of.qk_nope_head_dim, expand)
     return found
 
 

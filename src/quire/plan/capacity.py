@@ -251,12 +251,16 @@ class MemoryLayout:
 
 
 def coded_weight_bytes(model: ModelSpec, codec: str, bytes_per_value: int | float) -> int:
-    """Bytes of all weights: int8 has a scale per output, int4 one per SCALE_GROUP too."""
+    """Bytes of all weights: int8 has a scale per output, int4 one per SCALE_GROUP too.
+
+    Projections of latents are not quantized: attention multiplies with parts of them.
+    """
     scale_bytes = {8: 4 / model.hidden_size, 4: 4 / SCALE_GROUP}
     bits, head = WEIGHT_BITS[codec], model.embedding_parameters
-    plain = model.num_parameters - model.layer_parameters - head
+    coded = model.layer_parameters - sum(heads.values_per_expansion for heads in model.heads)
+    plain = model.num_parameters - coded - head
     return math.ceil(
-        model.layer_parameters * (bits / 8 + scale_bytes[bits])
+        coded * (bits / 8 + scale_bytes[bits])
         + head * (1 + scale_bytes[8])
         + plain * bytes_per_value
     )

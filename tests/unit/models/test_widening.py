@@ -9,7 +9,9 @@ from torch import nn
 
 from quire.models import linear_weights
 from quire.models.linear_weights import WidenedLinear, widen_linears
+from quire.models.own_attention import latent_heads
 from quire.models.weights import weight_bytes
+from support import zoo
 from support.zoo import tiny_llama
 
 
@@ -55,6 +57,19 @@ def test_widened_model_has_close_logits_and_counts_its_weight_bytes(tied):
     assert len(layers) == 2 * 7 + 1
     assert widened_model.dtype == plain.dtype == torch.bfloat16
     assert weight_bytes(widened_model) == weight_bytes(plain) + 2 * numbers + head
+
+
+def test_queries_are_folded_by_widened_projections_of_latents():
+    model = zoo.build("deepseek_v2", dtype=torch.bfloat16)
+    heads = latent_heads(model)[0]
+    query, out = torch.randn(3, 4, 20).bfloat16(), torch.randn(3, 4, 16).bfloat16()
+    plain = heads.fold(query), heads.unfold(out)
+    widen_linears(model)
+
+    assert isinstance(model.model.layers[0].self_attn.kv_b_proj, WidenedLinear)
+    for found, expected in zip((heads.fold(query), heads.unfold(out)), plain, strict=True):
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, expected)
 
 
 def test_layers_that_share_a_weight_share_the_widened_weight():

@@ -76,7 +76,7 @@ def test_weights_of_folded_queries_over_latents_are_those_of_the_heads(window):
     """Latents of 6 elements, projected to keys of 4 and values of 3; rotated parts of 2."""
     generator, heads, tokens = torch.Generator().manual_seed(0), 3, 9
     projection = torch.nn.Linear(6, heads * (4 + 3), bias=False)
-    latent = LatentHeads(projection, heads, 4, lambda value, key: (key, value))
+    latent = LatentHeads(lambda: projection.weight, heads, 4, lambda value, key: (key, value))
     stored = torch.randn(tokens, 6 + 2, generator=generator)
     queries = torch.randn(window, heads, 4 + 2, generator=generator)
     by_head = (stored[:, :6] @ projection.weight.T).detach().view(tokens, heads, 7).transpose(0, 1)
