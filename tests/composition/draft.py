@@ -131,6 +131,14 @@ class Draft:
         return {"max_num_seqs": 6} if outputs and "batcher" in self.schedule else {}
 
     @property
+    def _of_one_output(self) -> dict[str, object]:
+        """Parameters without those of several outputs."""
+        dropped = {"n", "best_of"}
+        if "use_beam_search" in self.params:
+            dropped |= {"use_beam_search", "beam_width", "temperature"}
+        return {name: value for name, value in self.params.items() if name not in dropped}
+
+    @property
     def _ends(self) -> dict[str, object]:
         """Beams in a structure end with the end-of-sequence token."""
         both = {"use_beam_search", "structured_outputs"} <= self.params.keys()
@@ -140,8 +148,8 @@ class Draft:
 
     @property
     def cap(self) -> int:
-        """Cap of the requests, in tokens."""
-        return CAP + LARGER * self._has_larger_cap
+        """Cap of the requests, in tokens; a prompt ends inside a page, which a fork copies."""
+        return CAP + LARGER * self._has_larger_cap + 2 * (self.when == "prefill_end")
 
     @property
     def _has_larger_cap(self) -> bool:
@@ -237,6 +245,8 @@ class Draft:
             count = tokens + LARGER * self._has_larger_cap + LONG * bool(self.allowed)
             rule = self.allowed[number % len(self.allowed)] if self.allowed else None
             late = number >= len(OTHER_TOKENS) // 2
+            # sequences of a group do not evict under pressure: the last requests have one output
+            alone = late and self.when == "pressure"
             made.append(
                 RequestCase(
                     prompt=_tokens(rng, self.short_tokens)
@@ -244,7 +254,7 @@ class Draft:
                     else (*shared, *_tokens(rng, count)),
                     params={"max_tokens": NEW_TOKENS, "ignore_eos": True, "seed": number}
                     | {"temperature": 0.0, "logprobs": 0}
-                    | self.params
+                    | (self._of_one_output if alone else self.params)
                     | ({"max_tokens": GROWN_TOKENS} if self.grows else {})
                     | (self.first_params if not late else {})
                     | self._ends,

@@ -50,6 +50,13 @@ class Ran:
         return [c for answer in self.scarce.answers.values() for c in answer.choices]
 
     @property
+    def outputs(self) -> list[tuple[Choice, ...]]:
+        """The outputs of each request that asks for several."""
+        requests = enumerate(self.case.requests)
+        several = [number for number, request in requests if "n" in request.params]
+        return [self.scarce.answers[f"r{number}"].choices for number in several]
+
+    @property
     def evicted(self) -> bool:
         """Whether tokens were evicted."""
         return self.scarce.kinds["evicted"] > 0

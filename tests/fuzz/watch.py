@@ -32,6 +32,7 @@ class SeenLogits:
         traces: by context, the evictions so far.
         evict: by context, the request's rule.
         worst: largest difference between two computations of one context.
+        chunks_in_layers: of prompts that were computed layer by layer, each in one step.
     """
 
     runner: object
@@ -41,11 +42,15 @@ class SeenLogits:
     worst: float = 0.0
     again: dict[Context, list[torch.Tensor]] = field(default_factory=dict)
     digests: dict[int, tuple[EvictionEntry, str]] = field(default_factory=dict)
+    chunks_in_layers: int = 0
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.runner, name)
 
     def run(self, plan):
+        if (by_layer := plan.by_layer) is not None:
+            lengths = by_layer.tokens.values()
+            self.chunks_in_layers += sum(-(-n // by_layer.chunk_tokens) for n in lengths)
         results = self.runner.run(plan)
         tokens = dict(zip(map(id, plan.requests), plan.tokens, strict=True))
         for result in results:

@@ -220,6 +220,24 @@ WEIGHTS_ON_RANKS = _ranks(
 
 # ---- KV offload ----------------------------------------------------------------------------------
 
+_offload = partial(
+    Limit,
+    area="offload",
+    one="`--kv-offload-memory` with a default rule that evicts",
+    subject="--kv-offload-memory would not be used: ",
+)
+OFFLOAD_OF_PROMOTED = _offload(
+    other="`promoted`",
+    reason="offloaded layers are in the KV memory one after another, and the tokens that mixed "
+    "precision promotes are written for all layers together",
+    instead="use a codec without promoted tokens, such as int8, or leave out --kv-offload-memory",
+)
+OFFLOAD_OF_PAGES = _offload(
+    other="a codec of whole pages",
+    reason="offloaded layers are in the KV memory one after another, and after an eviction pages "
+    "with common scales are encoded again for all layers together",
+    instead="use a codec such as int8, or leave out --kv-offload-memory",
+)
 _recompute = partial(Limit, area="offload", one="recompute of offloaded KV")
 _cpu_attention = partial(Limit, area="offload", one="CPU attention")
 RECOMPUTE_OF_HEADS = _recompute(

@@ -63,7 +63,8 @@ FEATURES = (
             schedule={"preempt": "hybrid"},
             preempt_steps=(1, 2, 3, *OFTEN),
             preempt_whole=True,
-            vary={"host_units": HYBRID_UNITS},
+            # short prompts do not evict: a sequence is not divided after an eviction
+            vary={"some_short": (False, True), "host_units": HYBRID_UNITS},
         ),
         acted=_preempted("hybrid"),
         alone_in="preempt",

@@ -15,13 +15,12 @@ BEGUN = "[a-d]{0,2}|[a-d]{2}-[0-9]{0,36}"
 
 
 def _several(ran: Ran) -> bool:
-    answers = ran.scarce.answers.values()
-    several = all(len(answer.choices) > 1 for answer in answers)
+    several = all(len(choices) > 1 for choices in ran.outputs)
     return several and ran.happened("shared", "copied")
 
 
 def _ranked(ran: Ran) -> bool:
-    return all(choice.score is not None for choice in ran.choices)
+    return all(choice.score is not None for choices in ran.outputs for choice in choices)
 
 
 def _not_the_likeliest(ran: Ran) -> bool:

@@ -39,7 +39,8 @@ def _waited(ran: Ran) -> bool:
 
 
 def _chunked(ran: Ran) -> bool:
-    chunks = sum(engine.kinds["chunk"] for engine in (ran.scarce, *ran.scarce.earlier))
+    engines = (ran.scarce, *ran.scarce.earlier)
+    chunks = sum(engine.kinds["chunk"] + engine.seen.chunks_in_layers for engine in engines)
     return chunks >= 3 * len(ran.case.requests)
 
 

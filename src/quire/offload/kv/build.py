@@ -49,6 +49,7 @@ from quire.offload.split import COPY, MeasuredRates, activation_gate, pipelined_
 from quire.offload.step_log import HOST_ATTEND, PROJECT
 from quire.offload.swap.transfer import ThreadTransferWorker, TransferWorker
 from quire.plan.fitting import fit_seconds
+from quire.scheduler.peaks import evicts_offloaded
 from quire.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
@@ -254,9 +255,14 @@ class OffloadChoice:
             statistics: attention statistics that the default eviction rule needs.
 
         Raises:
-            UnsoundCombination: recompute or CPU attention is impossible.
+            UnsoundCombination: no request would be offloaded, or recompute or CPU attention is
+                impossible.
             ConfigError: too few bytes for a page of KV or of activations.
         """
+        if self._config.evict != "full" and not evicts_offloaded(self.layout):
+            promotes = any(group.promoted is not None for group in self.layout.groups)
+            limit = limits.OFFLOAD_OF_PROMOTED if promotes else limits.OFFLOAD_OF_PAGES
+            raise limits.refused(limit)
         self._refuse_recompute()
         self._refuse_too_small(stream_bytes)
         self._refuse_activation_codec()

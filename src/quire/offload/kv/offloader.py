@@ -18,7 +18,7 @@ from quire.kv.memory import KVMemory
 from quire.layout.layout import can_be_offloaded, offloaded_token_bytes
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.scheduler.events import EventLog
-from quire.scheduler.peaks import can_offload_request
+from quire.scheduler.peaks import can_offload_request, evicts_offloaded
 from quire.scheduler.request import Request, may_evict
 from quire.scheduler.sequence_memory import SequenceMemory
 
@@ -157,7 +157,8 @@ class RowRequests:
     def inputs_until(self, row: int) -> int:
         """First slot that is never recomputed; 0 if no slot is."""
         request = self._of(row)
-        if not can_offload_request(request, self._memory.layout):
+        # also before its caps are set: it may be offloaded later, from the first token on
+        if may_evict(request) and not evicts_offloaded(self._memory.layout):
             return 0
         return int(-(-request.final_tokens * self._fraction // 1))
 
