@@ -2,7 +2,7 @@
 
 import pytest
 
-from composition.cell import WORKS, run_cell
+from composition.cell import REFUSED, WORKS, run_cell
 from composition.command import chosen
 
 MENDED = (
@@ -15,6 +15,7 @@ MENDED = (
     "hybrid + beam search",
     "rules of requests + batch-invariant",
     "snapkv + CPU attention",
+    "squeeze budget + KV recompute",  # the prompt's activations were not kept
 )
 
 
@@ -23,3 +24,10 @@ def test_mended_pair_works(pair):
     cell = run_cell(chosen(pair.split(" + ")))
 
     assert cell.result == WORKS, cell.why
+
+
+def test_offload_that_no_request_uses_is_refused():
+    cell = run_cell(chosen(["mixed precision", "KV offload"]))
+
+    assert cell.result == REFUSED, cell.why
+    assert "would not be used" in cell.why
