@@ -64,7 +64,8 @@ def on_right_path(library: NativeLibrary) -> NativeLibrary | NotLoaded:
     for path in range(library.path, -1, -1):
         tried = replace(library, path=path)
         native = NativeAttention(tried, GatheredAttention(torch.device("cpu")))
-        plain_right = all(_is_right(native, dtype) for dtype in _TOLERANCES)
+        keys = (False, True) if tried.blocks(_HEAD_DIM) else (False,)
+        plain_right = all(_is_right(native, *kind) for kind in product(_TOLERANCES, keys))
         plain_right = plain_right and selects_right(native, torch.device("cpu"))
         if plain_right and _counts_right(native) and all(_codes_right(native, c) for c in _CODECS):
             return tried
@@ -72,10 +73,11 @@ def on_right_path(library: NativeLibrary) -> NativeLibrary | NotLoaded:
     return NotLoaded("the C extension computes wrong numbers on this machine; please report it")
 
 
-def _is_right(native: AttentionBackend, dtype: torch.dtype) -> bool:
+def _is_right(native: AttentionBackend, dtype: torch.dtype, joined: bool) -> bool:  # noqa: FBT001
     if not _moves_right(native, dtype):
         return False
-    found = (_write_and_attend(backend, dtype) for backend in (ReferenceAttention(), native))
+    backends = (ReferenceAttention(), native)
+    found = (_write_and_attend(backend, dtype, joined=joined) for backend in backends)
     return all(
         _near(got.float(), expected.float(), _TOLERANCES[dtype])
         for expected, got in zip(*found, strict=True)
@@ -160,14 +162,17 @@ def selects_right(backend: LaneSelector, device: torch.device) -> bool:
     return right
 
 
-def _write_and_attend(backend: AttentionBackend, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _write_and_attend(
+    backend: AttentionBackend, dtype: torch.dtype, *, joined: bool
+) -> tuple[Tensor, Tensor]:
     """Write the newest slots and attend; return the output and the column sums in float32."""
     generator = torch.Generator().manual_seed(0)
     num_pages = len(_SLOTS) * _COLUMNS
     shape = (num_pages, 2, _HEADS, _PAGE_TOKENS, _HEAD_DIM)
     arena = torch.randn(shape, generator=generator).to(dtype)
     table = torch.randperm(num_pages, generator=generator).int().view(len(_SLOTS), 1, _COLUMNS)
-    query = torch.randn(sum(_NEW_TOKENS), _HEADS * _GROUP, _HEAD_DIM, generator=generator).to(dtype)
+    dim = (1 + joined) * _HEAD_DIM
+    query = torch.randn(sum(_NEW_TOKENS), _HEADS * _GROUP, dim, generator=generator).to(dtype)
     pages = LayerPages(
         key=arena[:, 0],
         value=arena[:, 1],
@@ -201,7 +206,8 @@ def _attend(
     lanes = LaneSlots(np.array(_SLOTS[:rows], dtype=np.int32)[:, None], None)
     plan = backend.plan(step, lanes, _PAGE_TOKENS, slot_bytes)
     sums = torch.zeros(rows, query.shape[1], max(_SLOTS))
-    math = AttentionMath(scale=_HEAD_DIM**-0.5)
+    dim = query.shape[2]
+    math = AttentionMath(scale=dim**-0.5, joined=dim > _HEAD_DIM)
     return backend.attend(plan, pages, math, query, fresh, column_sums=sums), sums
 
 
