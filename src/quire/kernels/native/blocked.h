@@ -20,6 +20,7 @@
 
 #ifdef HAVE_X86
 #define BLOCK_SLOTS 256   /* packed at a time */
+#define JOINED_SLOTS 64   /* packed at a time with joined keys, which are long: they stay in a core's cache */
 #define BLOCK_QUERIES 384 /* query vectors of a part: shares the packing, and leaves many parts */
 #define KEPT_LOGITS (1 << 18) /* one MiB, which fits in a core's cache */
 #define MIN_NORM 1e-12f   /* of a vector whose direction counts, as in torch's normalize */

@@ -312,8 +312,9 @@ INLINE TARGET void NAME(begin_block)(const attention_args *a, block *b, const la
 /* Attend to slots start .. end - 1, and store logits if `sums`. */
 static TARGET void NAME(attend_slots)(const attention_args *a, block *b, const lane *l, int count, int64_t start,
                                       int64_t end, int sums) {
-    for (int64_t base = start; base < end; base += BLOCK_SLOTS) {
-        int packed = end - base < BLOCK_SLOTS ? (int)(end - base) : BLOCK_SLOTS;
+    int step = a->joined ? JOINED_SLOTS : BLOCK_SLOTS;
+    for (int64_t base = start; base < end; base += step) {
+        int packed = end - base < step ? (int)(end - base) : step;
         int skip = b->low[0] > base ? (int)(b->low[0] - base) : 0; /* their pages may have been freed */
         NAME(pack_keys)(a, b, l, NULL, base, skip, packed);
         NAME(pack_values)(a, b, l, base, skip, packed);
