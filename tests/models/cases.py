@@ -26,7 +26,7 @@ from models.tiny import build, config_of
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.errors import ConfigError, UnsoundCombination, UnsupportedModel
+from quire.errors import ConfigError, NeverFits, UnsoundCombination, UnsupportedModel
 from quire.layout import limits
 from quire.layout.model import ModelSpec
 from quire.models.loader import LoadedModel, load_model
@@ -342,7 +342,10 @@ def _preempted(bench: Bench, *, swap: bool) -> Case:
     how = {"preempt": "swap" if swap else "recompute"}
     for room in TIGHT_ROOMS:
         engine = bench.engine(room, kv, **how)
-        recorder = bench.run(engine)
+        try:
+            recorder = bench.run(engine)
+        except NeverFits:  # slabs of several page classes take more than is left
+            break
         stats = engine.stats()
         if stats.num_preemptions and bool(stats.num_swaps) == swap:
             return bench.compare(recorder)

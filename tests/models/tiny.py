@@ -34,15 +34,15 @@ _SAME: Mapping[int, str] = {
     "o_lora_rank",
     24: "q_lora_rank",
     16: "head_dim dim_head swa_head_dim v_head_dim qk_nope_head_dim index_topk index_head_dim "
-    "hidden_size_per_layer_input linear_key_head_dim linear_value_head_dim mamba_d_head "
-    "mamba_head_dim attention_head_dim",
+    "index_n_heads hidden_size_per_layer_input linear_key_head_dim linear_value_head_dim "
+    "mamba_d_head mamba_head_dim attention_head_dim",
     8: "qk_rope_head_dim rotary_dim laurel_rank chunk_size mamba_chunk_size state_size "
     "mamba_d_state ssm_state_size time_step_rank index_block_size",
     4: "num_attention_heads n_head n_heads num_heads attention_heads swa_num_attention_heads "
     "num_local_experts num_experts n_routed_experts moe_num_experts linear_num_value_heads "
     "mamba_num_heads linear_conv_kernel_dim mamba_d_conv conv_kernel",
     2: "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads num_experts_per_tok "
-    "moe_k moe_topk moe_top_k top_k_experts max_window_layers linear_num_key_heads index_n_heads "
+    "moe_k moe_topk moe_top_k top_k_experts max_window_layers linear_num_key_heads "
     "zero_expert_num no_rope_layer_interval attn_layer_period n_groups mamba_n_groups "
     "mamba_ngroups",
     1: "n_shared_experts num_shared_experts moe_num_shared_experts n_group topk_group "
@@ -95,6 +95,11 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "attention_k_eq_v": True,
         "global_head_dim": 32,
         "num_global_key_value_heads": 1,
+    },
+    "glm_moe_dsa": {
+        "num_hidden_layers": 4,
+        "indexer_types": ["full", "shared", "shared", "full"],
+        "mlp_layer_types": ["dense", "sparse"] * 2,
     },
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "laguna": {

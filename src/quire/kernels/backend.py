@@ -86,6 +86,7 @@ class LayerPages:
         full_precision: tokens that attention reads in full precision instead of their codes; None
             if there are none.
         promoted: tokens that attention reads in a finer codec; None if there are none.
+        index: view of the index keys; None if the layer has no index of its own.
     """
 
     key: Shaped[Tensor, "page head token _"]
@@ -98,6 +99,7 @@ class LayerPages:
     coded: CodedPages | None = None
     full_precision: FullPrecisionPages | None = None
     promoted: PromotedPages | None = None
+    index: Float[Tensor, "page 1 token index_dim"] | None = None
 
     @property
     def page_tokens(self) -> int:
@@ -197,6 +199,32 @@ class LatentProjections(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
+class TokenIndex:
+    """Index queries and keys of a flat batch, and the selection by them.
+
+    The first layer that attends with it selects by its own index keys; the layers after it that
+    have no index use the same selection.
+
+    Attributes:
+        query: index queries, after RoPE; can have padding tokens after those of the batch.
+        weights: float32 weights of the index heads.
+        key: index keys, after RoPE.
+        scale: factor on the products.
+        topk: tokens to which a query attends.
+        rows: rows of the step with more slots than `topk`; None: not selected yet.
+        positions: of the selected tokens, for each token in `rows`; else -1.
+    """
+
+    query: Float[Tensor, "num_tokens index_heads index_dim"]
+    weights: Float[Tensor, "num_tokens index_heads"]
+    key: Float[Tensor, "num_tokens index_dim"]
+    scale: float
+    topk: int
+    rows: NDArray[np.int64] | None = None
+    positions: Int[Tensor, "num_tokens topk"] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionMath:
     """Operations of a layer on its logits.
@@ -212,6 +240,8 @@ class AttentionMath:
         latent: projections of a layer whose pages hold latents; None: keys and values of heads.
         joined: queries are folded, and attend to latents: the key of a slot is its value followed
             by its stored key. Otherwise queries attend to keys and values, expanded by `latent`.
+        index: selects the slots to which queries attend; None: they attend to all.
+        selected: the slots to which each query of one call attends at most; None: all.
     """
 
     scale: float
@@ -222,6 +252,8 @@ class AttentionMath:
     bias: Float[Tensor, "batch num_heads slot"] | None = None
     latent: LatentProjections | None = None
     joined: bool = False
+    index: TokenIndex | None = None
+    selected: Bool[Tensor, "*rows num_tokens slot"] | None = None
 
     def heads(
         self,
@@ -258,6 +290,10 @@ class AttentionMath:
         bias = self.alibi.bias(positions, newest)
         return replace(self, alibi=None, bias=bias if bias.dim() == 3 else bias[None])
 
+    def selected_by(self, tokens: slice) -> Bool[Tensor, "token slot"] | None:
+        """Return the slots to which some tokens attend at most; None: all."""
+        return None if self.selected is None else self.selected[tokens]
+
     def with_columns(self, index: Int[Tensor, " column"]) -> "AttentionMath":
         """Return the operations with the biases of these keys once more, after the others."""
         if self.bias is None:
@@ -273,6 +309,7 @@ class NewSlots:
         key, value: typed views of all pages of the class; for coded pages, views of the codes.
         pages, offsets: int64 [new tokens, lanes].
         coded: encodes for the pages; None for unquantized pages.
+        index: view of the index keys; None if the layer has no index of its own.
     """
 
     key: Shaped[Tensor, "page head token _"]
@@ -280,6 +317,12 @@ class NewSlots:
     pages: Int[Tensor, "new_token lane"]
     offsets: Int[Tensor, "new_token lane"]
     coded: CodedPages | None = None
+    index: Float[Tensor, "page 1 token index_dim"] | None = None
+
+    def write_index(self, keys: Float[Tensor, "num_tokens index_dim"]) -> None:
+        """Write the index keys of the new tokens to their slots."""
+        assert self.index is not None, "of a layer with an index"
+        self.index[self.pages, :, self.offsets] = keys[: len(self.pages), None, None]
 
 
 def dims_of(pages: LayerPages | NewSlots) -> tuple[int, int]:

@@ -297,11 +297,13 @@ class GatheredAttention(TorchSlots):
             starts = plan.step.starts[chunk.rows, None] + np.arange(chunk.tokens)
             token = to_device(starts.reshape(-1), self._device)
             shape = (len(chunk.rows), chunk.tokens, *query.shape[1:])
-            q = query[token].view(shape).transpose(1, 2)
+            q, own_math = query[token].view(shape).transpose(1, 2), math
+            if math.selected is not None:
+                own_math = replace(math, selected=math.selected[token].view(*shape[:2], -1))
             if chunk.is_fresh and pages.coded is None:
-                attended = self._fresh_chunk(plan, chunk, math, q, token, fresh, column_sums)
+                attended = self._fresh_chunk(plan, chunk, own_math, q, token, fresh, column_sums)
             else:
-                attended = self._stored_chunk(plan, chunk, math, q, pages, column_sums)
+                attended = self._stored_chunk(plan, chunk, own_math, q, pages, column_sums)
             out[token] = attended.transpose(1, 2).flatten(0, 1)
         return out
 
@@ -342,10 +344,13 @@ class GatheredAttention(TorchSlots):
         key, value = math.heads(key, value)
         q = by_lane[rows, lanes].unsqueeze(2)
         own_math = _in_bucket(math.of_lanes(pages.num_lanes, lanes), pages, bucket)
-        attended = attend_dense(q, key, value, math=own_math, seen=bucket.seen)
+        seen = bucket.seen
+        if math.selected is not None:
+            seen = math.selected[rows, None, None, : key.shape[2]]
+        attended = attend_dense(q, key, value, math=own_math, seen=seen)
         out_by_lane[rows, lanes] = attended.squeeze(2)
         if column_sums is not None:
-            sums = column_sums_dense(q, key, math=own_math, seen=bucket.seen)
+            sums = column_sums_dense(q, key, math=own_math, seen=seen)
             target = _by_lane(column_sums, pages)
             for i, (row, lane, first) in enumerate(bucket.places):
                 own = target[row, lane, :, first : first + sums.shape[2]]
@@ -366,13 +371,13 @@ class GatheredAttention(TorchSlots):
         if math.alibi is not None:  # the first tokens of their rows
             math = math.at(torch.arange(chunk.tokens, device=self._device), chunk.tokens - 1)
         if column_sums is not None:
-            seen = self._chunk_seen(chunk.tokens, chunk.tokens, plan.window)
+            seen = self._chunk_seen(chunk.tokens, chunk.tokens, plan.window, math.selected)
             sums = column_sums_dense(query, key, math=math, seen=seen)
             rows = to_device(chunk.rows, self._device)
             column_sums[rows, :, : chunk.tokens] = sums
-        if plan.window is None or chunk.tokens <= plan.window:
+        if math.selected is None and (plan.window is None or chunk.tokens <= plan.window):
             return attend_dense(query, key, value, math=math, seen=None, causal=True)
-        seen = self._chunk_seen(chunk.tokens, chunk.tokens, plan.window)
+        seen = self._chunk_seen(chunk.tokens, chunk.tokens, plan.window, math.selected)
         return attend_dense(query, key, value, math=math, seen=seen)
 
     def _stored_chunk(
@@ -401,7 +406,7 @@ class GatheredAttention(TorchSlots):
             if math.alibi is not None:
                 positions = lane_positions(pages, row, lane_index, columns[None])[:, live]
                 own_math = own_math.at(positions, positions[:, -1:])
-            seen = self._chunk_seen(chunk.tokens, slots - first, plan.window)
+            seen = self._chunk_seen(chunk.tokens, slots - first, plan.window, math.selected)
             exact = None
             if pages.full_precision is not None:
                 place = chunk_lane(
@@ -426,14 +431,16 @@ class GatheredAttention(TorchSlots):
                 )
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _chunk_seen(self, tokens: int, slots: int, window: int | None) -> Tensor:
-        """Return the causal mask [1, 1, tokens, slots] of queries at the last `tokens` slots."""
+    def _chunk_seen(
+        self, tokens: int, slots: int, window: int | None, selected: Tensor | None
+    ) -> Tensor:
+        """Return the mask [1 or rows, 1, tokens, slots] of queries at the last `tokens` slots."""
         own = torch.arange(slots - tokens, slots, device=self._device)[:, None]
         slot = torch.arange(slots, device=self._device)
         seen = slot <= own
         if window is not None:
             seen &= slot > own - window
-        return seen[None, None]
+        return seen[None, None] if selected is None else selected[:, None, :, :slots] & seen
 
     def _gather(
         self,

@@ -9,6 +9,7 @@ Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.2.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from quire.kernels.backend import (
     StepShape,
 )
 from quire.kernels.device_copies import to_device
+from quire.kernels.index import indexed_layer
 from quire.kernels.reference_backend import ReferenceAttention
 
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -103,12 +105,16 @@ class LatentPart:
 
     Attributes:
         joined: whether they attend to latents.
-        plan: of the backend, for these rows.
+        selects: whether an index selects the slots to which they attend.
+        gathers: whether only the selected slots are read.
+        plan: of the backend, for these rows; None if it does not compute them.
         step: their new tokens.
         rows, tokens: their indices in the step.
     """
 
     joined: bool
+    selects: bool
+    gathers: bool
     plan: object
     step: StepShape
     rows: NDArray[np.int64]
@@ -140,11 +146,20 @@ class LatentPlan:
     lanes: LaneSlots
     page_tokens: int
     slot_bytes: int
-    parts: list[LatentPart] = field(default_factory=list)
+    parts: dict[tuple[object, ...], list[LatentPart]] = field(default_factory=dict)
 
-    def divided(self, latent: LatentProjections) -> list[LatentPart]:
-        """Return the parts; the layers of a group have projections of the same shape."""
-        if not self.parts:
+    def divided(
+        self, latent: LatentProjections, selecting: NDArray[np.int64] | None, *, exact: bool
+    ) -> list[LatentPart]:
+        """Return the parts; the layers of a group have projections of the same shape.
+
+        Args:
+            latent: projections of the layer.
+            selecting: rows for which an index selects slots; None: none.
+            exact: whether some slots are read in full precision: all of a row are then gathered.
+        """
+        key = None if selecting is None else selecting.tobytes(), exact
+        if key not in self.parts:
             tokens, slots = self.step.tokens, self.lanes.slots[:, 0]
             # the reference always expands, as the model does
             always = isinstance(self.backend, ReferenceAttention)
@@ -154,19 +169,26 @@ class LatentPlan:
                     for new, held in zip(tokens.tolist(), slots.tolist(), strict=True)
                 ]
             )
-            for joined in (True, False):
-                rows = np.flatnonzero(expands != joined)
-                if len(rows):
-                    self.parts.append(self._part(rows, joined=joined))
-        return self.parts
+            selects = np.isin(np.arange(len(tokens)), [] if selecting is None else selecting)
+            gathers = selects & (tokens == 1) & (not exact and not always)
+            forms = np.stack([~expands, selects, gathers], axis=1)
+            self.parts[key] = [
+                self._part(np.flatnonzero((forms == form).all(axis=1)), form.tolist())
+                for form in np.unique(forms, axis=0)[::-1]
+            ]
+        return self.parts[key]
 
-    def _part(self, rows: NDArray[np.int64], *, joined: bool) -> LatentPart:
+    def _part(self, rows: NDArray[np.int64], form: list[bool]) -> LatentPart:
+        joined, selects, gathers = form
         step = StepShape.of(self.step.tokens[rows])
         lanes = replace(self.lanes, slots=np.ascontiguousarray(self.lanes.slots[rows]))
+        arguments = step, lanes, self.page_tokens, self.slot_bytes
         starts = np.repeat(self.step.starts[rows] - step.starts, step.tokens)
         return LatentPart(
             joined=joined,
-            plan=self.backend.plan(step, lanes, self.page_tokens, self.slot_bytes),
+            selects=selects,
+            gathers=gathers,
+            plan=None if gathers else self.backend.plan(*arguments),
             step=step,
             rows=rows,
             tokens=starts + np.arange(len(starts)),
@@ -198,33 +220,41 @@ def attend_pages(
     if latent is None:
         return backend.attend(plan, pages, math, query, fresh, column_sums=column_sums)
     assert isinstance(plan, LatentPlan), "pages of latents have such plans"
-    parts = plan.divided(latent)
-    if len(parts) == 1:
-        return _attend_part(backend, parts[0], pages, math, query, fresh, column_sums)
+    layer = indexed_layer(math, plan.step, plan.lanes.slots, pages)
+    selecting = None if layer is None else layer.select()
+    parts = plan.divided(latent, selecting, exact=pages.full_precision is not None)
+    if len(parts) == 1 and not parts[0].selects:
+        attend = partial(backend.attend, parts[0].plan, pages)
+        return _in_form(
+            parts[0], math, query, partial(attend, fresh=fresh, column_sums=column_sums)
+        )
     out = query.new_empty(*query.shape[:2], latent.value_dim)
     for part in parts:
         rows, tokens = part.indices(query.device)
-        own = (fresh[0][tokens], fresh[1][tokens])
         sums = None if column_sums is None else column_sums[rows]
-        out[tokens] = _attend_part(backend, part, part.pages(pages), math, query[tokens], own, sums)
+        if layer is not None and part.gathers:
+            attend = partial(layer.attend_decode, rows=part.rows, column_sums=sums)
+        else:
+            selected = layer.seen(part.rows) if layer is not None and part.selects else None
+            math = replace(math, selected=selected)
+            own = (fresh[0][tokens], fresh[1][tokens])
+            attend = partial(backend.attend, part.plan, part.pages(pages))
+            attend = partial(attend, fresh=own, column_sums=sums)
+        out[tokens] = _in_form(part, math, query[tokens], attend)
         if column_sums is not None and sums is not None:
             column_sums[rows] = sums
     return out
 
 
-def _attend_part(
-    backend: AttentionBackend,
+def _in_form(
     part: LatentPart,
-    pages: LayerPages,
     math: AttentionMath,
     query: Tensor,
-    fresh: tuple[Tensor, Tensor],
-    column_sums: Tensor | None,
+    attend: Callable[[AttentionMath, Tensor], Tensor],
 ) -> Tensor:
-    latent = math.latent if part.joined else None
-    math, query = folded(math, query) if part.joined else (math, query)
-    out = backend.attend(part.plan, pages, math, query, fresh, column_sums=column_sums)
-    return out if latent is None else latent.unfold(out)
+    if not part.joined or math.latent is None:
+        return attend(math, query)
+    return math.latent.unfold(attend(*folded(math, query)))
 
 
 def folded(math: AttentionMath, query: Tensor) -> tuple[AttentionMath, Tensor]:

@@ -61,8 +61,9 @@ class ReferenceAttention(TorchSlots):
             for lane in range(pages.num_lanes):
                 part = (slice(start, start + tokens), slice(lane * heads, (lane + 1) * heads))
                 slots = int(plan.lanes.slots[row, lane])
+                own_math = replace(math, selected=math.selected_by(slice(start, start + tokens)))
                 attended, sums = _attend_lane(
-                    query[part], pages, math, (row, lane, slots), plan.lanes.window
+                    query[part], pages, own_math, (row, lane, slots), plan.lanes.window
                 )
                 out[part] = attended.to(out.dtype)
                 if column_sums is not None:
@@ -123,7 +124,7 @@ def _attend_lane(
             query[i : i + 1],
             torch.where(exact.wanted, exact.key, key[: len(seen)]),
             torch.where(exact.wanted, exact.value, value[: len(seen)]),
-            math=replace(math, bias=biases),
+            math=replace(math, bias=biases, selected=math.selected_by(slice(i, i + 1))),
             query_positions=own[i : i + 1],
             key_positions=seen,
             window=window,
@@ -252,6 +253,8 @@ def attend_reference(
         logits = logits + math.bias[0][:, None]
     distance = query_positions[:, None] - key_positions[None, :]
     seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if math.selected is not None:
+        seen = seen & math.selected[:, : key.shape[0]]
     logits = logits.masked_fill(~seen, float("-inf"))
     if math.sinks is not None:
         column = math.sinks.float()[:, None, None].expand(-1, len(query), 1)

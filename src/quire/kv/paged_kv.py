@@ -16,7 +16,7 @@ from quire.kv.offload_port import EngineOffload
 from quire.kv.statistics import StatisticPages, SumsScratch
 from quire.kv.store import PageStore, store_of
 from quire.kv.token_precision import full_precision_buffers, promoted_buffers
-from quire.layout.pages import KEY, NUMBERS, CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import INDEX, KEY, NUMBERS, CacheLayout, LaneGroup, PageClass
 
 
 class PagedKV:
@@ -143,6 +143,7 @@ class PagedKV:
                 num_lanes=group.lanes_per_layer,
                 positions=views.positions,
                 coded=self.coded.of(group.page_class, layer),
+                index=views.planes[INDEX][0] if INDEX in views.planes else None,
             )
             for index, layer in enumerate(group.layers)
         )

@@ -344,7 +344,9 @@ class StaticAttention:
         pages, offsets = (places.unbind() for places in inputs.new_slots(of))
         max_slots = table.shape[2] * group.page_class.tokens
         plans = [
-            self._backend.static_plan(
+            None
+            if group.topk is not None  # the number of selected slots is read on the CPU
+            else self._backend.static_plan(
                 self._shape,
                 StaticLanes(live, max_slots, group.window),
                 layers if of.is_uniform else layers[number : number + 1],

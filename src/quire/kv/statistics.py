@@ -41,6 +41,7 @@ from quire.kernels.coded import decode_head
 from quire.kernels.dense import weights_dense
 from quire.kernels.device_copies import to_device
 from quire.kernels.gathered import chunk_lane, lane_positions
+from quire.kernels.index import indexed_layer
 from quire.kernels.latent import folded
 from quire.kernels.paging import measure_attention, over_group, put
 from quire.kernels.token_precision import (
@@ -270,6 +271,10 @@ class AttentionStatisticsStep:
             )
             for tally in tallies
         ]
+        by_layer = self._slots.reshape(len(self._slots), -1, pages.num_lanes)[:, layer]
+        indexed = indexed_layer(math, self._batch.shape, by_layer, pages)
+        if indexed is not None and row in indexed.select():
+            math = replace(math, selected=indexed.seen(np.array([row])))
         for part in chunk_weights(query[start : start + tokens], pages, row, slots, math):
             for statistic, total in zip(watched, sums, strict=True):
                 added = statistic.counted(part.weights, part.seen)
@@ -358,6 +363,8 @@ def chunk_weights(
         q = query[:, part].transpose(0, 1)[None].float()
         own = torch.arange(held - len(query), held, device=q.device)[:, None]  # the last slots
         all_seen = torch.arange(held, device=q.device) <= own  # causal mask [queries, slots]
+        if math.selected is not None:
+            all_seen &= math.selected[:, :held]
         exact = chunk = None
         if pages.full_precision is not None:
             chunk = chunk_lane(pages, row, lane, held=held, num_tokens=len(query))
@@ -377,10 +384,10 @@ def chunk_weights(
             own_math = own_math.with_columns(exact.index)
         block = max(1, BLOCK_NUMBERS // (group * held))
         for start in range(0, len(query), block):
-            some, mask = (x[..., start : start + block, :] for x in (q, all_seen))
+            some, mask, count = (x[..., start : start + block, :] for x in (q, all_seen, own + 1))
             weights = weights_dense(some, key, math=own_math, seen=mask[None, None])
             by_slot = weights[0, 0] if exact is None else exact.by_slot(weights[0, 0])
-            yield LaneWeights(kv_head, by_slot.transpose(0, 1), mask.sum(dim=1, keepdim=True))
+            yield LaneWeights(kv_head, by_slot.transpose(0, 1), count)
 
 
 def _of_heads(

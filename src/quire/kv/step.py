@@ -23,6 +23,7 @@ from quire.kernels.backend import (
     LayerRecords,
     NewSlots,
     RotatesTo,
+    TokenIndex,
     rotated_and_written,
 )
 from quire.kernels.device_copies import to_device
@@ -242,7 +243,7 @@ class StepAttention:
         if reader:
             query = query if rope is None else rope.rotate(query)
         else:
-            query, key = self._write(step, index, (query, key, value), rope)
+            query, key = self._write(step, index, (query, key, value), rope, math.index)
         if not reader and step.positions is not None:
             step.positions[slots.pages, slots.offsets] = self._positions.expand_as(slots.pages)
         if self._offload is not None:
@@ -275,9 +276,13 @@ class StepAttention:
         index: int,
         heads: tuple[Tensor, Tensor, Tensor],
         rope: CosSin | None,
+        token_index: TokenIndex | None,
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values to the slots of a layer; return queries and keys after RoPE."""
         (query, key, value), slots = heads, step.new_slots[index - step.first]
+        if slots.index is not None:
+            assert token_index is not None, "the model passes the keys of its index"
+            slots.write_index(token_index.key)
         full_precision = step.full_precision
         if rope is not None:
             if full_precision is None and rotated_and_written(self._backend, slots, heads, rope):
@@ -361,7 +366,7 @@ class StepAttention:
             plans=self._plans(group, attended[:, lanes]),
             pages=layers,
             new_slots=tuple(
-                NewSlots(layer.key, layer.value, page, offset, coded=layer.coded)
+                NewSlots(layer.key, layer.value, page, offset, layer.coded, layer.index)
                 for layer, page, offset in places
             ),
             new_places=(pages, offsets),

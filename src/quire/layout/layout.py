@@ -10,6 +10,7 @@ from quire.layout.codecs import CodecSpec
 from quire.layout.kv_format import KVFormat, read_format
 from quire.layout.model import HeadShape, ModelSpec
 from quire.layout.pages import (
+    INDEX,
     KEY,
     NUMBERS,
     VALUE,
@@ -23,6 +24,7 @@ from quire.layout.statistics import Statistic
 from quire.layout.token_precision import FullPrecisionTokens, PromotedTokens, Records
 
 STATISTICS_CODEC = "float32"
+INDEX_CODEC = "float32"  # holds index keys of any type
 
 
 def layout_for(
@@ -58,6 +60,10 @@ def layout_for(
         loses_order = evicting and part.window is None and part.chunk is None
         lanes_per_layer = part.heads.kv_heads if heads_apart and loses_order else 1
         key, value = part.codecs
+        index = part.heads.index
+        more: tuple[PlaneSpec, ...] = ()
+        if index is not None and index.dim:
+            more = (PlaneSpec(INDEX, _index_codec(form), index.dim),)
         group = LaneGroup(
             name=part.name,
             page_class=kv_pages(
@@ -70,11 +76,13 @@ def layout_for(
                 positions=loses_order,
                 rotated=rotated,
                 joined=part.heads.latent is not None,
+                more=more,
             ),
             layers=part.layers,
             lanes_per_layer=lanes_per_layer,
             window=part.window,
             chunk=part.chunk,
+            topk=None if index is None else index.topk,
             readers=part.readers,
             ordered=not loses_order,
         )
@@ -125,6 +133,12 @@ def _parts(model: ModelSpec, form: KVFormat) -> Iterator[_Part]:
             if len(coded) < len(layers):
                 kept = tuple(i for i in layers if i in plain)
                 yield part(f"{own}.plain", kept, codecs=(form.required_plain,) * 2)
+
+
+def _index_codec(form: KVFormat) -> CodecSpec:
+    """The type of index keys: that of unquantized data of the format, if it has such data."""
+    plain = (form.plain, *(codec for codec in (form.key, form.value) if codec.is_plain))
+    return next((codec for codec in plain if codec is not None), codec_spec(INDEX_CODEC))
 
 
 def _full_precision_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
@@ -321,6 +335,6 @@ def offloaded_token_bytes(layout: CacheLayout) -> int:
 
 def can_be_offloaded(group: LaneGroup) -> bool:
     """Return whether the first pages of a group's lanes can be offloaded and this frees memory."""
-    if group.private or group.bounded or group.readers > 1:
-        return False
+    if group.private or group.bounded or group.readers > 1 or group.topk is not None:
+        return False  # no part of a prefix knows which of its tokens are selected
     return len(group.layers) > SLOTS

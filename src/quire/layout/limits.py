@@ -436,8 +436,9 @@ DRAFT = Refusal(
     instead="use the model that it drafts for",
 )
 SPARSE = Refusal(
-    reason="an indexer selects the tokens that each query attends to",
-    instead="use a model with full or sliding-window attention",
+    reason="its indexer selects blocks of keys, or keys of each KV head, and Quire knows indexers "
+    "of latent attention only, which select tokens for all heads",
+    instead="use DeepSeek V3.2, or a model with full or sliding-window attention",
 )
 LENGTH_DEPENDENT_ROPE = Refusal(
     reason="its RoPE scale depends on the longest sequence of the batch (short_mscale and "
@@ -474,10 +475,10 @@ _BY_NAME: tuple[tuple[Refusal, str], ...] = (
     (REPEATED, "dory"),
     (PATCHES, "blt"),
     (DRAFT, "gemma4_assistant gemma4_unified_assistant"),
-    (SPARSE, "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text"),
+    (SPARSE, "minimax_m3_vl_text"),
     (
         MULTIMODAL,
-        "emu3 fuyu git got_ocr2 imagegpt mllama moshi moss_transcribe_diarize musicgen "
+        "dots3_note emu3 fuyu git got_ocr2 imagegpt mllama moshi moss_transcribe_diarize musicgen "
         "musicgen_melody phi4_multimodal trocr",
     ),
 )

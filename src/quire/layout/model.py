@@ -44,14 +44,34 @@ if TYPE_CHECKING:  # planning starts without NumPy
 # Layers with full attention, with a sliding window, and with chunked attention.
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+INDEXED = "indexed_attention"  # full attention to the tokens that an index selects
 _KINDS = {
     FULL: FULL,
+    INDEXED: FULL,
     "global": FULL,
     "attention": FULL,
     SLIDING: SLIDING,
     "local": SLIDING,
     CHUNKED: CHUNKED,
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSpec:
+    """Sparse attention (DSA): a query attends to the tokens whose index keys score highest.
+
+    A layer without an index of its own uses the selection of the last layer that has one.
+    Source: DeepSeek-V3.2-Exp, section 2.1; sharing between layers: arXiv 2603.12201.
+
+    Attributes:
+        topk: tokens that a query attends to.
+        heads: index queries of a token; 0: the layer has no index.
+        dim: elements of an index query, and of the index key that is stored; 0: it has no index.
+    """
+
+    topk: int
+    heads: int = 0
+    dim: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +86,13 @@ class LatentSpec:
         key_dim: elements of a head's key that are projected from the latent (qk_nope_head_dim).
         value_dim: elements of a head's value, all projected from the latent (v_head_dim).
         query_rank: width of the compressed queries (q_lora_rank); None: one projection.
+        index: selects the tokens that are attended to; None: all are.
     """
 
     key_dim: int
     value_dim: int
     query_rank: int | None = None
+    index: IndexSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +138,15 @@ class HeadShape:
         return self.latent.key_dim + self.key_dim, self.latent.value_dim
 
     @property
+    def index(self) -> IndexSpec | None:
+        """Selects the tokens that are attended to; None: all are."""
+        return None if self.latent is None else self.latent.index
+
+    @property
     def values_per_token(self) -> int:
-        """Elements that a layer stores per token: a key and a value per KV head."""
-        return self.kv_heads * (self.key_dim + self.value_dim)
+        """Elements that a layer stores per token: a key and a value per KV head, and its index."""
+        index_dim = 0 if self.index is None else self.index.dim
+        return self.kv_heads * (self.key_dim + self.value_dim) + index_dim
 
     @property
     def values_per_pair(self) -> int:
@@ -264,6 +292,8 @@ def read_layers(reader: ConfigReader, num_layers: int, heads: HeadShape) -> tupl
     first_reader = num_layers - (reader.optional_integer("num_kv_shared_layers") or 0)
     sources = {kind: layer for layer, kind in enumerate(kinds[: max(first_reader, 0)])}
     shapes = [_layer_heads(reader, layer, kind, heads) for layer, kind in enumerate(kinds)]
+    if reader.find("index_topk") is not None:
+        shapes = _indexed(reader, kinds, shapes)
     for layer in range(max(first_reader, 0), num_layers):
         source = sources.get(kinds[layer])
         if source is None or shapes[source] != shapes[layer]:
@@ -284,13 +314,22 @@ def read_layers(reader: ConfigReader, num_layers: int, heads: HeadShape) -> tupl
     )
 
 
+_OF_A_LATENT_LAYER = (
+    *("num_attention_heads", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim"),
+    *("qk_nope_head_dim", "v_head_dim"),
+)
 _OF_A_LAYER = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
 
 
 def _layer_heads(reader: ConfigReader, layer: int, kind: str, heads: HeadShape) -> HeadShape:
     """The heads of a layer: overrides of `per_layer_config`, or of its kind of attention."""
     if heads.latent is not None:
-        return heads
+        overrides = _overrides(reader, layer, kind)
+        if not overrides:
+            return heads
+        config = {key: overrides.get(key, reader.find(key)) for key in _OF_A_LATENT_LAYER}
+        of = ConfigReader({**config, "model_type": f"{reader.model_type}, layer {layer}"})
+        return _model_heads(of, 0, of.integer("num_attention_heads"))
     query_heads_of = dict(enumerate(reader.sequence("num_attention_heads_per_layer") or ()))
     overrides = {
         "num_attention_heads": query_heads_of.get(layer),
@@ -320,6 +359,34 @@ def _layer_heads(reader: ConfigReader, layer: int, kind: str, heads: HeadShape) 
         key_dim=key_dim,
         value_dim=value_dim or (key_dim if same_dims else heads.value_dim),
     )
+
+
+def _indexed(
+    reader: ConfigReader, kinds: Sequence[str], shapes: Sequence[HeadShape]
+) -> list[HeadShape]:
+    """The heads of each layer with its index, or with the use of the index of an earlier layer."""
+    topk, named = reader.integer("index_topk"), _kinds(reader)
+    index = IndexSpec(
+        topk=topk, heads=reader.integer("index_n_heads"), dim=reader.integer("index_head_dim")
+    )
+    modes = reader.sequence("indexer_types") or reader.find("index_topk_pattern")  # "FSSS..."
+    every = reader.positive_integer("index_topk_freq") or 1
+    first = reader.optional_integer("index_skip_topk_offset")
+    first = 2 if first is None else first
+    if not isinstance(modes, list | str):
+        modes = ["SF"[max(layer - first + 1, 0) % every == 0] for layer in range(len(kinds))]
+    if len(modes) != len(kinds):
+        raise ModelError(
+            f"config.json lists the indexers of {len(modes)} layers, but the model has "
+            f"{len(kinds)}: make 'indexer_types' and 'num_hidden_layers' agree"
+        )
+    found = []
+    for layer, (kind, heads) in enumerate(zip(kinds, shapes, strict=True)):
+        if kind == FULL and (named is None or named[layer] == INDEXED) and heads.latent is not None:
+            own = index if str(modes[layer])[:1] in "Ff" else IndexSpec(topk=topk)
+            heads = replace(heads, latent=replace(heads.latent, index=own))
+        found.append(heads)
+    return found
 
 
 def _overrides(reader: ConfigReader, layer: int, kind: str) -> Mapping[str, object]:
@@ -645,8 +712,9 @@ class VectorSpec:
         own = layer.source is None
         if heads.latent is not None:  # norms of the compressed queries and of the latent
             rank = heads.latent.query_rank or 0
-            biased = rank + heads.values_per_token if self.qkv_bias else 0
-            return rank + heads.value_dim + biased
+            biased = rank + heads.value_dim + heads.key_dim if self.qkv_bias else 0
+            index_norm = 2 * (heads.index.dim if heads.index is not None else 0)
+            return rank + heads.value_dim + biased + index_norm
         kv_heads = heads.kv_heads if own else 0
         in_all = (heads.query_heads + kv_heads) * heads.key_dim
         norms = {PER_HEAD: heads.key_dim * (2 if own else 1), PER_PROJECTION: in_all}
@@ -991,6 +1059,8 @@ class ModelSpec:
             of_queries = queries * self.hidden_size
             if rank is not None:
                 of_queries = rank * (self.hidden_size + queries)
+            if heads.index is not None:
+                of_queries += heads.index.heads * (self.hidden_size + (rank or 0) * heads.index.dim)
             stored = self.hidden_size * heads.values_per_token + heads.values_per_expansion
             return of_queries + stored, self.hidden_size * outputs
         keys = 0 if layer.source is not None else heads.kv_heads * heads.key_dim

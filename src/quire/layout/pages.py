@@ -64,8 +64,8 @@ class PlacedPlane:
         return self.offset_bytes + heads * records * self.plane.record_bytes
 
 
-KEY, VALUE, NUMBERS = "key", "value", "numbers"
-"""Names of planes: keys and values of tokens, and statistics."""
+KEY, VALUE, INDEX, NUMBERS = "key", "value", "index", "numbers"
+"""Names of planes: keys, values and index keys of tokens, and statistics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,14 +236,15 @@ def kv_pages(
     heads: int,
     tokens: int,
     value_dim: int | None = None,
+    more: tuple[PlaneSpec, ...] = (),
     **options: Any,
 ) -> PageClass:
     """Pages of keys of `head_dim` elements and values of `value_dim`, by default of `head_dim`.
 
-    `options` are further attributes of `PageClass`.
+    They have `more` planes after these. `options` are further attributes of `PageClass`.
     """
     width = head_dim if value_dim is None else value_dim
-    planes = (PlaneSpec(KEY, key, head_dim, heads), PlaneSpec(VALUE, value, width, heads))
+    planes = (PlaneSpec(KEY, key, head_dim, heads), PlaneSpec(VALUE, value, width, heads), *more)
     return PageClass(planes=planes, tokens=tokens, **options)
 
 
@@ -263,6 +264,7 @@ class LaneGroup:
             window are freed.
         chunk: C: a query at position p attends to tokens from p // C * C; None for all. The pages
             of a chunk are freed when it has ended; no step goes beyond the end of a chunk.
+        topk: tokens that a query attends to, selected by an index; None: all.
         readers: number of layers that read each of its lanes.
         ordered: whether slots stay in position order (whole pages are dropped, slots never move).
         private: never shared: copied on fork, not part of the blocks of cached prefixes.
@@ -285,6 +287,7 @@ class LaneGroup:
     lanes_per_layer: int = 1
     window: int | None = None
     chunk: int | None = None
+    topk: int | None = None
     readers: int = 1
     ordered: bool = True
     private: bool = False

@@ -18,6 +18,7 @@ from quire.kernels.backend import (
     CosSin,
     HeadBuffers,
     LatentProjections,
+    TokenIndex,
 )
 from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
@@ -44,6 +45,8 @@ class AttentionCall:
         alibi: biases of the logits by the positions of keys; None if the layer has none.
         latent: projections of latents, which are passed as values, and rotated parts as keys; None
             if keys and values are those of heads.
+        index: index queries and keys, or the selection of an earlier layer; None: the layer
+            attends to all tokens.
     """
 
     layer: int
@@ -55,12 +58,16 @@ class AttentionCall:
     rope: CosSin | None = None
     alibi: Alibi | None = None
     latent: LatentProjections | None = None
+    index: TokenIndex | None = None
 
     @property
     def math(self) -> AttentionMath:
         """Operations on the logits."""
         return AttentionMath(
-            self.scale, self.softcap, self.sinks, alibi=self.alibi, latent=self.latent
+            *(self.scale, self.softcap, self.sinks),
+            alibi=self.alibi,
+            latent=self.latent,
+            index=self.index,
         )
 
 

@@ -46,7 +46,7 @@ _HARMLESS_OPTIONS = frozenset(
     }
 )
 _KNOWN_OPTIONS = _HARMLESS_OPTIONS | frozenset(
-    {"alibi", "is_causal", "s_aux", "sliding_window", "softcap"}
+    {"alibi", "indices", "is_causal", "s_aux", "sliding_window", "softcap"}
 )
 
 
@@ -183,9 +183,11 @@ def attend_through_bridge(
         key: [1, num_kv_heads, num_tokens, head_dim], after RoPE; the rotated part of all heads in
             latent attention.
         value: [1, num_kv_heads, num_tokens, value_dim], or latents.
-        attention_mask: None; paged attention derives visibility from positions.
+        attention_mask: None; paged attention derives visibility from positions. With an index, any
+            mask, which is ignored.
         scaling: factor on query-key products; None means head_dim ** -0.5.
-        options: further arguments of the architecture; window, softcap, sinks and ALiBi are used.
+        options: further arguments of the architecture; window, softcap, sinks, ALiBi and
+            the index are used.
 
     Returns:
         [1, num_tokens, num_heads, value_dim], and None in place of the attention weights.
@@ -208,6 +210,7 @@ def attend_through_bridge(
         rotary=bridge.rotaries.get(module.layer_idx),
         alibi=options.get("alibi"),
         latent=bridge.latents.get(module.layer_idx),
+        index=options.get("indices"),
     )
     out = bridge.attention.attend(
         call, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
@@ -231,7 +234,7 @@ def _check(
                 f"{name} passes {option!r} to attention, which paged attention does not support; "
                 "run this model with Transformers itself"
             )
-    if attention_mask is not None:
+    if attention_mask is not None and options.get("indices") is None:
         raise UnsupportedModel(f"{name} passes its own attention mask; paged attention is causal")
     if options.get("is_causal") is False:
         raise UnsupportedModel(f"{name} passes is_causal=False; paged attention is causal")

@@ -7,6 +7,7 @@ without such a forward, the module's own method runs.
     forward    the module's own projections, then attention, then its output projection
     _attn      attention between the module's own projections
     expand_kv  keeps the latents of latent attention, to which Quire's attention applies
+    forward    of an indexer: returns its queries and keys, by which Quire's attention selects
 
 These models build causal masks in their forwards; `model_inputs` avoids that.
 """
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from quire.kernels.backend import Alibi
+from quire.kernels.backend import Alibi, TokenIndex
 from quire.kernels.latent import LatentHeads
 
 Attend = Callable[..., tuple[Tensor, None]]
@@ -209,7 +210,48 @@ def _latents(module: Any, attend: Attend, kv_nope: Tensor, k_rot: Tensor) -> tup
     return k_rot, kv_nope
 
 
+def _indexer(
+    module: Any,
+    attend: Attend,
+    hidden_states: Tensor,
+    q_resid: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    *args: Any,
+    rotate: str = "apply_rotary_pos_emb",
+    rotated_last: bool = False,
+    **options: Any,
+) -> TokenIndex:
+    """Compute index queries, weights and keys as the module does, and nothing between tokens."""
+    norm, of_weights = module.k_norm, module.weights_proj
+    query = module.wq_b(q_resid).view(*q_resid.shape[:2], module.n_heads, module.head_dim)
+    key = norm(module.wk(hidden_states).to(norm.weight.dtype)).to(hidden_states.dtype)
+    rotated_dim = module.qk_rope_head_dim
+    begin = module.head_dim - rotated_dim if rotated_last else 0
+    part = slice(begin, begin + rotated_dim)
+    rotation = vars(_file_of(type(module)))[rotate]
+    turned = rotation(
+        query[..., part], key[:, :, None, part], *position_embeddings, unsqueeze_dim=2
+    )
+    query, key = (
+        torch.cat([x[..., :begin], y, x[..., begin + rotated_dim :]], dim=-1)[0]
+        for x, y in zip((query, key[:, :, None]), turned, strict=True)
+    )
+    weights = of_weights(hidden_states.to(of_weights.weight.dtype))[0].float()
+    weights, scale = weights * module.n_heads**-0.5, module.softmax_scale
+    if rotated_last:  # this family multiplies the weights by the scale
+        weights, scale = weights * scale, 1.0
+    return TokenIndex(query, weights, key[:, 0], scale, module.index_topk)
+
+
 _LATENT = OwnAttention("expand_kv", _latents)
+_INTERLEAVED = partial(_indexer, rotate="apply_rotary_pos_emb_interleave")
+_INDEXERS: Mapping[str, OwnAttention] = {
+    "axk2.AXK2Indexer": OwnAttention("forward", _indexer),
+    "deepseek_v32.DeepseekV32Indexer": OwnAttention("forward", _indexer),
+    "dots3_note.Dots3NoteTextIndexer": OwnAttention("forward", _INTERLEAVED),
+    "glm_moe_dsa.GlmMoeDsaIndexer": OwnAttention("forward", _INTERLEAVED),
+    "hy_v4.HYV4Indexer": OwnAttention("forward", partial(_indexer, rotated_last=True)),
+}
 _OWN: Mapping[str, OwnAttention] = {
     "bloom.BloomAttention": OwnAttention("forward", _bloom),
     "mpt.MptAttention": OwnAttention("forward", _mpt),
@@ -223,6 +265,7 @@ _OWN: Mapping[str, OwnAttention] = {
     "jetmoe.JetMoeAttention": OwnAttention("forward", _jetmoe),
 }
 _WITHOUT_POSITIONS = frozenset({"bloom", "mpt"})  # attention with ALiBi is all that depends on them
+_INDEXED = frozenset(name.partition(".")[0] for name in _INDEXERS)
 
 
 def _file_of(of: type) -> ModuleType:
@@ -253,14 +296,18 @@ def reference_attention(model_class: type) -> str:
     return "sdpa" if _family(model_class) == "falcon" else "eager"
 
 
-def model_inputs(model: PreTrainedModel, token_ids: Tensor, positions: Tensor) -> dict[str, Tensor]:
+def model_inputs(model: PreTrainedModel, token_ids: Tensor, positions: Tensor) -> dict[str, Any]:
     """Return the arguments of a forward for a flat batch."""
-    inputs = {"input_ids": token_ids[None]}
+    inputs: dict[str, Any] = {"input_ids": token_ids[None]}
     family = _family(type(model))
     if family not in _WITHOUT_POSITIONS:
         inputs["position_ids"] = positions[None]
     elif family == "mpt":  # always makes a mask of all tokens, unless it has one
         inputs["attention_mask"] = torch.zeros(1, 1, 1, 1, device=token_ids.device)
+    if family in _INDEXED:  # layers index the mask that they pass to their indexer
+        mask = torch.zeros(1, 1, 1, 1, device=token_ids.device)
+        masks = {"full_attention": None, "sliding_attention": None, "indexed_attention": mask}
+        inputs["attention_mask"] = masks
     return inputs
 
 
@@ -288,7 +335,8 @@ def restore_attention(model: nn.Module) -> None:
 
 def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, OwnAttention]]:
     for module in model.modules():
-        own = _OWN.get(f"{_family(type(module))}.{type(module).__name__}")
+        name = f"{_family(type(module))}.{type(module).__name__}"
+        own = _OWN.get(name) or _INDEXERS.get(name)
         if own is None and has_latents(module):
             own = _LATENT
         if own is not None:
@@ -312,9 +360,14 @@ def latent_heads(model: nn.Module) -> dict[int, LatentHeads]:
 
 
 def latent_projections(model: nn.Module) -> list[nn.Module]:
-    """Return the linear layers that project latents."""
-    modules: Iterator[Any] = filter(has_latents, model.modules())
-    return [module.kv_b_proj for module in modules]
+    """Return the linear layers whose weights attention reads: those that project latents.
+
+    The layers that compute the weights of index heads are included: their type is read.
+    """
+    modules: list[Any] = list(filter(has_latents, model.modules()))
+    indexers = (getattr(module, "indexer", None) for module in modules)
+    weights = [indexer.weights_proj for indexer in indexers if indexer is not None]
+    return [module.kv_b_proj for module in modules] + weights
 
 
 def _replacement(

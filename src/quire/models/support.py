@@ -66,6 +66,7 @@ def _has_plain_alibi(config: PreTrainedConfig) -> bool:
 
 _SHARING = frozenset({"gemma3n_text", "gemma4_text", "gemma4_unified_text"})
 _CHUNKED = frozenset({"llama4_text"})
+_INDEXED = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"})
 _CAPABILITIES: tuple[tuple[Applies, Refusal], ...] = (
     (_truthy("text_config", "vision_config", "audio_config"), MULTIMODAL),
     (_truthy("is_encoder_decoder"), ENCODER_DECODER),
@@ -75,7 +76,7 @@ _CAPABILITIES: tuple[tuple[Applies, Refusal], ...] = (
         lambda config: _of_rope(config, "short_mscale") != _of_rope(config, "long_mscale"),
         LENGTH_DEPENDENT_ROPE,
     ),
-    (_truthy("index_topk"), SPARSE),
+    (_unless(_INDEXED, _truthy("index_topk")), SPARSE),
     (_unless(_SHARING, _truthy("num_kv_shared_layers")), SHARED_KV),
     (_unless(_CHUNKED, _truthy("attention_chunk_size")), CHUNKED),
     (_unless(_CHUNKED, _has_layer_type("chunked_attention")), CHUNKED),

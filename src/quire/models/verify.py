@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quire.errors import ModelError, UnsupportedModel
+from quire.kernels.backend import TokenIndex
 from quire.layout.model import LayerSpec, ModelSpec
 from quire.models.base import AttentionCall, Comparable, PagedAttention
 
@@ -226,6 +227,7 @@ class DenseLane:
     positions: list[int] = field(default_factory=list)
     keys: list[Tensor] = field(default_factory=list)  # [num_kv_heads, head_dim] each, after RoPE
     values: list[Tensor] = field(default_factory=list)  # [num_kv_heads, value_dim] each
+    index_keys: list[Tensor] = field(default_factory=list)  # [index_dim] each
 
 
 class DenseAttention:
@@ -240,9 +242,8 @@ class DenseAttention:
         positions: Sequence[int],
         spec: ModelSpec | None = None,
     ) -> "ReferenceBatch":
-        """Return the attention of one forward; `spec` has the layers with chunks or sources."""
-        layers = () if spec is None else spec.layers
-        return ReferenceBatch(self, tuple(sequences), tuple(positions), layers)
+        """Return the attention of one forward; `spec` has chunks, sources and indexes of layers."""
+        return ReferenceBatch(self, tuple(sequences), tuple(positions), spec)
 
     def lane(self, sequence: Hashable, layer: int) -> DenseLane:
         return self._lanes.setdefault((sequence, layer), DenseLane())
@@ -255,7 +256,8 @@ class ReferenceBatch:
     store: DenseAttention
     sequences: tuple[Hashable, ...]
     positions: tuple[int, ...]
-    layers: tuple[LayerSpec, ...] = ()
+    spec: ModelSpec | None = None
+    marks: dict[Hashable, Tensor] = field(default_factory=dict)  # selected slots, by sequence
 
     def attend(
         self,
@@ -266,7 +268,7 @@ class ReferenceBatch:
     ) -> Float[Tensor, "num_tokens num_heads output_dim"]:
         value_dim = value.shape[2] if call.latent is None else call.latent.value_dim
         out = query.new_empty(*query.shape[:2], value_dim)
-        layer = self.layers[call.layer] if self.layers else LayerSpec()
+        layer = LayerSpec() if self.spec is None else self.spec.layers[call.layer]
         owner_layer = call.layer if layer.source is None else layer.source
         for sequence in dict.fromkeys(self.sequences):
             rows = [row for row, owner in enumerate(self.sequences) if owner == sequence]
@@ -277,8 +279,27 @@ class ReferenceBatch:
                 lane.keys.extend(key[rows])
                 lane.values.extend(value[rows])
             seen = visible(call, at, lane.positions, layer.chunk)
+            if call.index is not None:
+                seen &= self._selected(call, call.index, rows, lane, seen)
             out[rows] = _attend(call, query[rows], lane, seen)
         return out
+
+    def _selected(
+        self, call: AttentionCall, index: TokenIndex, rows: list[int], lane: DenseLane, seen: Tensor
+    ) -> Tensor:
+        """Mark the slots that the index selects; layers without an index use the last marks."""
+        heads = None if self.spec is None else self.spec.heads[call.layer]
+        sequence = self.sequences[rows[0]]
+        if heads is None or heads.index is None or heads.index.dim:
+            lane.index_keys.extend(index.key[rows])
+            keys = torch.stack(lane.index_keys).float()
+            products = torch.einsum("qhd,sd->hqs", index.query[rows].float(), keys) * index.scale
+            scores = torch.einsum("qh,hqs->qs", index.weights[rows], products.relu())
+            scores = scores.masked_fill(~seen.to(scores.device), -torch.inf)
+            slots = scores.topk(min(index.topk, len(keys)), dim=1).indices
+            marks = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, slots, value=True)
+            self.marks[sequence] = marks.to(seen.device)
+        return self.marks[sequence]
 
 
 def visible(

@@ -5,7 +5,7 @@ and the KV of every sequence. Rates are arguments, to be measured on the machine
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError
@@ -214,8 +214,15 @@ def attention_cost(
     """
     kv_bytes = flops = 0
     for layer, heads, layers in model.attention:
-        slots = layer.seen_in_step(new, before) + (new if layer.source is None else 0)
-        kv_bytes += layers * int(slots.sum()) * heads.values_per_token * bytes_per_value
-        pairs = layer.pairs_in_step(new, before)
+        attended, values = layer, heads.values_per_token
+        if heads.index is not None:  # index keys of all tokens, latents of the selected ones
+            attended, index = replace(layer, window=heads.index.topk), heads.index
+            keys, pairs = before + 2 * new, layer.pairs_in_step(new, before)
+            kv_bytes += layers * int(keys.sum()) * index.dim * bytes_per_value
+            flops += 2 * layers * int(pairs.sum()) * index.heads * index.dim
+            values -= index.dim
+        slots = attended.seen_in_step(new, before) + (new if layer.source is None else 0)
+        kv_bytes += layers * int(slots.sum()) * values * bytes_per_value
+        pairs = attended.pairs_in_step(new, before)
         flops += 2 * layers * int(heads.products_in_step(pairs, new, before).sum())
     return kv_bytes, flops

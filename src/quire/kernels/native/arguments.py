@@ -436,6 +436,8 @@ def unfit_blocks(dim: int, max_dim: int, group: int, block_queries: int) -> str 
 
 
 def _unfit_heads(math: AttentionMath, num_heads: int) -> str | None:
+    if math.selected is not None:
+        return "attention to selected tokens"
     slopes = None if math.alibi is None else math.alibi.slopes
     for name, numbers in (("sinks", math.sinks), ("slopes", slopes)):
         if numbers is not None and numbers.numel() != num_heads:

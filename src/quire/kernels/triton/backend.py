@@ -260,6 +260,8 @@ def unfit(
         return f"{math.sinks.numel()} sinks for {query.shape[1]} heads"
     if math.alibi is not None:
         return "the kernels add no ALiBi to logits"
+    if math.selected is not None:
+        return "attention to selected tokens"
     if column_sums is not None and (
         column_sums.dtype != torch.float32 or column_sums.stride(2) != 1
     ):
