@@ -37,7 +37,7 @@ from support.exact_products import use_exact_products
 from support.kv_options import kv_config
 
 LOSSY = [name for name, codec in CODECS.items() if not codec.is_plain]
-MODELS = ("qwen3", "gemma2")  # the second has layers with windows
+MODELS = ("qwen3", "gemma2", "deepseek_v3")  # the second has windows, the third latents
 PROMPTS = {"a": [5, 9, 2, 7] * 11, "b": [3 + i * i % 60 for i in range(55)]}
 CAP = 44  # leaves room for all that any rule protects, pages of 4 tokens included
 
@@ -68,7 +68,7 @@ _folders: dict[str, str] = {}
 
 @pytest.fixture(scope="module", autouse=True)
 def _measured(tmp_path_factory):
-    """Constants of the codecs that need them, for both models."""
+    """Constants of the codecs that need them, for all models."""
     for model in MODELS:
         vectors = read_vectors(loaded(model).decoder, [2 + i * i % 61 for i in range(300)])
         folder = tmp_path_factory.mktemp(model)
@@ -150,10 +150,11 @@ def cells() -> list:
 
 @pytest.mark.parametrize(("codec", "policy", "granularity"), cells())
 def test_batching_and_preemption_change_no_logits(codec, policy, granularity):
-    """With and without layers that have windows."""
+    """With and without layers that have windows, and with latents."""
     rule = rule_of(policy, granularity)
     turn = LOSSY.index(codec) + SOUND.index((policy, granularity))
-    for number, model in enumerate(MODELS, start=turn):
+    on_latents = not make_eviction(rule).policy.not_on_latents
+    for number, model in enumerate(MODELS if on_latents else MODELS[:2], start=turn):
         preempt = ("swap", "recompute")[number % 2]
         host = "4MiB" if preempt == "swap" else 0
         options = {

@@ -200,6 +200,26 @@ def test_keys_and_values_of_unequal_width_are_not_padded(codec, key_bytes, value
     assert done.usages["r"].kv_peak_bytes == (2 * pages + 4 * 2) * 32 * token_bytes
 
 
+@pytest.mark.parametrize(
+    ("codec", "token_bytes"),
+    [
+        ("none", 4 * (16 + 8)),
+        ("int8/int8", (16 + 2) + (8 + 2)),
+        ("none/int8", (16 + 2) + 4 * 8),
+        ("int4/int4", (8 + 4) + (4 + 4)),
+    ],
+)
+def test_latents_are_stored_once_for_all_heads(codec, token_bytes):
+    """16 numbers of a latent and 8 of the rotated part, in each of two layers of four heads."""
+    kv = {"codec": codec, "evict_allow": ""}
+    done = run({"r": (PROMPTS[-1], "full")}, model="deepseek_v3", kv=kv, page_tokens=32)
+    [group] = done.engine.pool.kv.memory.layout.groups
+    pages = -(-(len(PROMPTS[-1]) + len(done.logits["r"]) - 1) // 32)
+
+    assert group.page_class.page_bytes == 32 * token_bytes
+    assert done.usages["r"].kv_peak_bytes == 2 * pages * 32 * token_bytes
+
+
 def test_full_precision_tokens_are_counted():
     """2 sinks and 6 newest tokens, or a page minus one: key and value of 16 floats, two heads."""
     for codec, records in (("int4+sinks=2+residual=6", 8), ("int4_page/int4", 3)):
