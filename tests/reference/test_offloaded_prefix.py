@@ -35,7 +35,7 @@ PROMPTS = {
     "c": [3 + i * i % 60 for i in range(40)] + [8, 8, 4] * 7,
     "d": [11, 4] * 9,
 }
-MODELS = ("llama_mha", "qwen3", "gemma2", "opt", "mimo_v2_flash")
+MODELS = ("llama_mha", "qwen3", "gemma2", "opt", "mimo_v2_flash", "deepseek_v3")
 ROW_TOKENS = 96
 
 
@@ -160,6 +160,7 @@ def test_logits_equal_those_with_enough_memory(name, rows):
         ("bloom", "1"),
         ("qwen3", "1"),
         ("mimo_v2_flash", "1"),
+        ("deepseek_v3", "1"),
         *(
             pytest.param(name, part, marks=pytest.mark.slow)
             for name in ("opt", "llama", "gemma2", "gpt_neox", "phi3", "stablelm", "gpt_oss")
@@ -181,6 +182,7 @@ def test_recomputed_kv_gives_equal_logits(name, part):
         ("llama", "1"),
         ("falcon_alibi", "0.5"),
         ("mimo_v2_flash", "0.5"),
+        ("deepseek_v3", "0.5"),
         *(
             pytest.param(name, part, marks=pytest.mark.slow)
             for name in ("gpt2", "llama_mqa", "gemma2", "gpt_oss")
@@ -203,15 +205,16 @@ def test_cpu_attention_gives_equal_logits(name, part):
         pytest.param({"offload_cpu_attention": "0.5"}, 2e-2, marks=pytest.mark.slow),
     ],
 )
-def test_quantized_kv_is_recomputed_and_attended_to_on_the_cpu(parts, tolerance):
+@pytest.mark.parametrize(("name", "codec"), [("llama_mha", "int8"), ("deepseek_v3", "int8/int8")])
+def test_quantized_kv_is_recomputed_and_attended_to_on_the_cpu(name, codec, parts, tolerance):
     """With exact products recomputed KV has equal codes.
 
     Attention that is split between CPU and device rounds differently, which later codes amplify.
     """
     with pytest.MonkeyPatch.context() as patch:
         use_exact_products(patch)
-        expected = run("llama_mha", 16, codec="int8", stream=0)[1]
-        engine, logits, _ = run("llama_mha", 0.7, codec="int8", **parts)
+        expected = run(name, 16, codec=codec, stream=0)[1]
+        engine, logits, _ = run(name, 0.7, codec=codec, **parts)
 
     stats = engine.stats()
     assert stats.recomputed_tokens or stats.cpu_attended_tokens

@@ -49,6 +49,7 @@ from transformers import (
     Qwen3Config,
     StableLmConfig,
     XGLMConfig,
+    YoutuConfig,
 )
 
 VOCAB_SIZE = 128
@@ -360,6 +361,7 @@ LATENT: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek_v3_halves": lambda: _deepseek_v3(rope_interleave=False, attention_bias=True),
     "deepseek_v2": lambda: DeepseekV2Config(**_LATENT | _EXPERTS | {"q_lora_rank": None}),
     "minicpm3": lambda: MiniCPM3Config(**_LATENT),
+    "youtu": lambda: YoutuConfig(**_LATENT),
     "longcat_flash": _longcat_flash,
 }
 

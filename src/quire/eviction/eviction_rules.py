@@ -21,7 +21,7 @@ from quire.layout.kv_format import Storing, read_format, refuse_excluded
 from quire.layout.layout import layout_for, page_and_fixed_bytes
 from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout, LaneGroup
-from quire.layout.statistics import Statistic
+from quire.layout.statistics import ResidualSimilarity, Statistic
 from quire.policies.base import LANE, LAYER, EvictionPolicy
 from quire.policies.budgets.base import Budget
 from quire.policies.eviction import PAGE, TOKEN, Eviction, EvictionRule, LaneShape, make_eviction
@@ -473,6 +473,10 @@ class EvictionRules:
             limit = limits.PIECES_ON_RANKS
         elif self._storing.form.promoted is not None:
             limit = limits.PROMOTED_ON_RANKS
+        elif self.model.latent is not None and any(
+            not isinstance(one, ResidualSimilarity) for one in rule.statistics
+        ):
+            limit = limits.LATENTS_ON_RANKS
         if limit is not None:
             raise limits.refused(limit, text=text, ranks=self._ranks, granularity=rule.granularity)
 

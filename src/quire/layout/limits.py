@@ -182,6 +182,13 @@ PROMOTED_ON_RANKS = _ranks(
     "ranks",
     instead="use a codec without promoted tokens, such as int8, or --tensor-parallel-size 1",
 )
+LATENTS_ON_RANKS = _ranks(
+    one="a rule with attention statistics of a model with latent attention (MLA)",
+    subject="{text!r}: ",
+    reason="each of the {ranks} ranks stores the latents of all heads, and has statistics of its "
+    "own query heads",
+    instead="use a rule without attention statistics, such as sinks or keydiff, " + _ONE_RANK,
+)
 TIER_ON_RANKS = _ranks(
     one="a tier for cached prefixes",
     reason="a tier for cached prefixes loads pages at times that differ between ranks",

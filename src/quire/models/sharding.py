@@ -4,7 +4,8 @@
     hidden ─ gate, up: some rows ──────────────────────────────── down: columns ─ sum ─ hidden
 
 The plan that Transformers ships for an architecture names the layers. Embeddings, norms and the
-output head are whole on every rank, so hidden states and logits are equal on all ranks.
+output head are whole on every rank, so hidden states and logits are equal on all ranks. So is the
+projection to latents (MLA): each rank stores the latents of all heads and expands its own heads.
 """
 
 import re
@@ -18,10 +19,19 @@ from transformers import PreTrainedModel
 
 from quire.errors import UnsupportedModel
 from quire.layout.model import ModelSpec
+from quire.models.own_attention import has_latents
 from quire.parallel.group import TensorGroup
 
 COLUMNS, ROWS = "colwise", "rowwise"  # names of Transformers: parts of the output, of the input
-_WHOLE = frozenset({"replicated_with_grad_allreduce", "embedding_rowwise"})  # on every rank
+# on every rank
+_WHOLE = frozenset({"replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj"})
+_LATENT_PLAN = {
+    "layers.*.self_attn.q_proj": COLUMNS,
+    "layers.*.self_attn.q_b_proj": COLUMNS,
+    "layers.*.self_attn.kv_b_proj": COLUMNS,
+    "layers.*.self_attn.o_proj": ROWS,
+}
+"""Of latent attention, which the plans of most architectures leave out."""
 _COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
 _ONE_RANK = "use --tensor-parallel-size 1"
 
@@ -57,7 +67,9 @@ def rank_spec(spec: ModelSpec, size: int) -> ModelSpec:
     sizes = spec.dense_sizes or ()
     counts = {("columns of the MLP", columns) for columns in (spec.intermediate_size, *sizes)}
     for heads in spec.heads:
-        counts |= {("query heads", heads.query_heads), ("KV heads", heads.kv_heads)}
+        counts.add(("query heads", heads.query_heads))
+        if heads.latent is None:
+            counts.add(("KV heads", heads.kv_heads))
     for what, count in sorted(counts, reverse=True):
         if count % size:
             raise UnsupportedModel(
@@ -68,7 +80,7 @@ def rank_spec(spec: ModelSpec, size: int) -> ModelSpec:
     return replace(
         spec,
         num_heads=spec.num_heads // size,
-        num_kv_heads=spec.num_kv_heads // size,
+        num_kv_heads=spec.num_kv_heads // (size if spec.latent is None else 1),
         intermediate_size=spec.intermediate_size // size,
         dense_sizes=spec.dense_sizes and tuple(columns // size for columns in sizes),
         layers=tuple(
@@ -145,6 +157,8 @@ def _planned(model: PreTrainedModel) -> Iterator[_Planned]:
     """Yield the linear layers of the plan."""
     base = model.base_model
     plan = getattr(base.config, "base_model_tp_plan", None) or {}
+    if plan and any(map(has_latents, base.modules())):
+        plan = _LATENT_PLAN | plan
     modules = dict(base.named_modules())
     for path, module in modules.items():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))

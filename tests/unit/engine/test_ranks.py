@@ -119,23 +119,33 @@ def compare(
 
 
 @pytest.mark.parametrize(
-    "architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gemma4"]
+    "architecture",
+    ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gemma4", "minicpm3", "youtu"],
 )
 def test_tokens_of_two_ranks_equal_those_of_one(architecture: str) -> None:
     alone, leader = compare(architecture)
 
     whole, part = alone.pool.kv.memory.layout, leader.pool.kv.memory.layout
     for one, other in zip(whole.groups, part.groups, strict=True):
-        assert other.page_class.heads * 2 == one.page_class.heads
+        halves = 1 if one.page_class.joined else 2  # each rank stores the latents of all heads
+        assert other.page_class.heads * halves == one.page_class.heads
 
 
 def test_tokens_of_four_ranks_equal_those_of_one() -> None:
     compare("llama_mha", ranks=4, evict=H2O)
 
 
-@pytest.mark.parametrize("evict", EVICTING)
-def test_ranks_retain_what_one_rank_retains(evict: str) -> None:
-    alone, leader = compare("llama_mha", evict=evict)
+@pytest.mark.parametrize(
+    ("architecture", "evict"),
+    [
+        *(("llama_mha", evict) for evict in EVICTING),
+        *(("minicpm3", f"{rule}:cap=24,every=8") for rule in ("sinks", "random", "keydiff")),
+        ("minicpm3", "streaming:cap=24,every=8"),
+        ("minicpm3", "keydiff:cap=24,every=8,budget=squeeze"),
+    ],
+)
+def test_ranks_retain_what_one_rank_retains(architecture: str, evict: str) -> None:
+    alone, leader = compare(architecture, evict=evict)
 
     assert alone.stats().num_evictions > 0
     assert leader.stats().num_evictions == alone.stats().num_evictions
@@ -261,6 +271,7 @@ def test_ranks_that_plan_other_steps_end_the_engine() -> None:
 @pytest.mark.parametrize(
     ("options", "schedule", "match"),
     [
+        ({"evict": H2O, "model": "minicpm3"}, {}, "statistics of its own query heads"),
         ({"evict": "h2o:cap=24,every=8,recent=4,budget=ada"}, {}, "budget"),
         ({"evict": "h2o:cap=24,every=8,recent=4,granularity=page"}, {}, "granularity"),
         ({"cpu_memory": "1MiB"}, {}, "--cpu-kv-memory"),
@@ -271,11 +282,13 @@ def test_ranks_that_plan_other_steps_end_the_engine() -> None:
 def test_unsupported_options_are_refused(
     options: dict[str, object], schedule: dict[str, object], match: str
 ) -> None:
+    options = dict(options)
+    model = options.pop("model", "llama")
     kv = kv_config(memory=1 << 19, page_tokens=4, **options)
 
     with (
         pytest.raises(UnsoundCombination, match=match) as error,
-        rank_engines("llama", kv, ScheduleConfig(**schedule)),
+        rank_engines(model, kv, ScheduleConfig(**schedule)),
     ):
         pass
 

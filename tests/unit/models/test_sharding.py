@@ -24,8 +24,11 @@ DIVISIBLE = (
     "gemma4",
     "granite",
     "gpt_neox",
+    "minicpm3",
+    "youtu",
 )
 REFUSED = {
+    "deepseek_v3": "mixture of experts",
     "llama_mqa": "KV heads",
     "gpt2": "no tensor-parallel plan",
     "olmo2": "colwise_gather_output",
@@ -63,6 +66,13 @@ def test_check_at_load_runs_on_all_ranks(architecture: str) -> None:
         return model.spec.num_kv_heads
 
     assert on_ranks(2, check) == [1, 1]
+
+
+def test_each_rank_stores_the_latents_of_all_heads() -> None:
+    own = rank_spec(spec_of("minicpm3"), 2)
+
+    assert own.heads[0].values_per_token == spec_of("minicpm3").heads[0].values_per_token == 16 + 8
+    assert (own.num_heads, own.num_kv_heads) == (2, 1)
 
 
 def test_each_rank_has_its_part_of_the_weights() -> None:

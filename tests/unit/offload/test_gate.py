@@ -2,7 +2,9 @@
 
 import pytest
 
+from quire.layout.model import ModelSpec
 from quire.offload.split import activation_gate
+from support.model_specs import PUBLIC_SHAPES
 from support.offload_shapes import (
     LLAMA_2_7B,
     LLAMA_3_2_1B,
@@ -33,6 +35,14 @@ def test_gate_compares_activation_and_kv_bytes(model, ratio):
 
     assert gate.x_ratio == ratio
     assert gate.pays == (ratio < 1)
+
+
+def test_latents_are_smaller_than_activations():
+    """DeepSeek V3 stores 512 + 64 numbers per token and layer, and has 7,168 of hidden states."""
+    gate = activation_gate(ModelSpec.from_config(PUBLIC_SHAPES["deepseek-v3"]))
+
+    assert gate.x_ratio == 7168 / 576
+    assert not gate.pays
 
 
 def test_gate_gives_its_reason():
