@@ -334,7 +334,7 @@ class GatheredAttention(TorchSlots):
         num_decode = plan.step.num_decode
         rows, lanes = bucket.rows, bucket.lanes
         by_lane, out_by_lane = (_by_lane(x[:num_decode], pages) for x in (query, out))
-        key, value = self._gather(pages, rows, lanes, bucket.columns, query.dtype)
+        key, value = self.gather(pages, rows, lanes, bucket.columns, query.dtype)
         if bucket.dead is not None:
             # free slots may hold NaN, and 0 * NaN is NaN
             key.masked_fill_(bucket.dead, 0)
@@ -400,7 +400,7 @@ class GatheredAttention(TorchSlots):
             column = first // pages.page_tokens
             columns = torch.arange(column, -(-slots // pages.page_tokens), device=self._device)
             live = slice(first - column * pages.page_tokens, slots - column * pages.page_tokens)
-            gathered = self._gather(pages, row, lane_index, columns[None], query.dtype)
+            gathered = self.gather(pages, row, lane_index, columns[None], query.dtype)
             key, value = (x[:, :, live] for x in gathered)
             q, own_math = query[:, heads], math.of_lanes(pages.num_lanes, lane_index)
             if math.alibi is not None:
@@ -442,7 +442,7 @@ class GatheredAttention(TorchSlots):
             seen &= slot > own - window
         return seen[None, None] if selected is None else selected[:, None, :, :slots] & seen
 
-    def _gather(
+    def gather(
         self,
         pages: LayerPages,
         rows: Tensor,

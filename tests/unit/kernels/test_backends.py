@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from quire.errors import InvariantError, PolicyError
 from quire.kernels.backend import Alibi, AttentionMath, LaneSlots, NewSlots, StepShape
 from quire.kernels.gathered import GatheredAttention
+from quire.kernels.latent import LatentHeads
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
 from quire.kernels.reference_backend import ReferenceAttention
@@ -216,6 +217,41 @@ def test_all_query_heads_attend_to_latents(backend, dtype, dims, group, window, 
     atol, rtol = (1e-5, 1e-4) if dtype == torch.float32 else (2e-3, 2e-2)
     least = atol if dtype == torch.float32 else 2e-2 * float(expected.abs().max())
     torch.testing.assert_close(got.float(), expected.float(), atol=least, rtol=rtol)
+    torch.testing.assert_close(sums, expected_sums, atol=atol, rtol=rtol)
+
+
+@any_backend
+@every_pair(
+    dtype=[torch.float32, torch.bfloat16],
+    window=[None, 40, 300],
+    tokens=[[1, 20, 70], [60, 60, 60]],
+    value_dim=[16, 24],
+)
+def test_chunks_attend_to_heads_expanded_from_latents(backend, dtype, window, tokens, value_dim):
+    lanes = Lanes(
+        tokens=tokens,
+        slots=[[70], [333], [70]],
+        heads=1,
+        head_dim=16,
+        value_dim=40,
+        page_tokens=16,
+        dtype=dtype,
+        window=window,
+    )
+    weight = torch.randn(6, 32 + value_dim, 40, generator=lanes.generator) / 6
+
+    def expand(value, rotated):
+        heads = (value.float() @ weight.transpose(1, 2)).to(value.dtype)
+        return torch.cat([heads[..., :32], rotated.expand_as(heads[..., :16])], -1), heads[..., 32:]
+
+    latent = LatentHeads(lambda: weight.flatten(0, 1), 6, 32, expand)
+    query = torch.randn(sum(tokens), 6, 48, generator=lanes.generator).to(dtype)
+    math = AttentionMath(scale=48**-0.5, sinks=torch.linspace(-2, 2, 6), latent=latent)
+    expected, expected_sums = lanes.attend_with_sums(REFERENCE, query, math)
+    got, sums = lanes.attend_with_sums(backend, query, math)
+
+    atol, rtol = (1e-5, 1e-4) if dtype == torch.float32 else (2e-2, 2e-2)
+    torch.testing.assert_close(got.float(), expected.float(), atol=atol, rtol=rtol)
     torch.testing.assert_close(sums, expected_sums, atol=atol, rtol=rtol)
 
 

@@ -455,7 +455,8 @@ def _unfit_pages(pages: LayerPages, query: Tensor) -> str | None:
 
 def _are_pages(key: Tensor, value: Tensor) -> bool:
     """Return whether two planes are of the same pages, row-major inside a page."""
-    equal = key.shape[:3] == value.shape[:3] and key.stride(0) == value.stride(0)
+    equal = key.shape[:3] == value.shape[:3]
+    equal &= len(key) == 1 or key.stride(0) == value.stride(0)
     return equal and _has_whole_vectors(key) and _has_whole_vectors(value)
 
 

@@ -37,6 +37,7 @@ from quire.kernels.coded import CodedPlanes
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.arguments import (
     AVX2,
+    DTYPES,
     EXPANDED,
     MEAN_COSINES,
     NORMS,
@@ -187,6 +188,9 @@ class NativeAttention:
     ) -> Tensor:
         """Compute attention for all rows of the step; see `AttentionBackend.attend`."""
         assert isinstance(plan, NativePlan), "a plan comes from this backend"
+        expands = math.latent is not None and not math.joined
+        if expands and self._reads_expanded(plan, pages, math, query):
+            return self._attend_expanded(plan, pages, math, query, column_sums)
         ready = self._ready(plan, pages, math, query, column_sums)
         if ready.gathered is None:
             out = torch.empty(*query.shape[:2], dims_of(pages)[1], dtype=query.dtype)
@@ -198,6 +202,51 @@ class NativeAttention:
             out = out.contiguous()
             biases = None if math.alibi is None else self._slot_biases(plan, pages, math.alibi)
             ready.call.attend(pages, math, query, out, column_sums, self._scratch, biases)
+        return out
+
+    def _reads_expanded(
+        self, plan: NativePlan, pages: LayerPages, math: AttentionMath, query: Tensor
+    ) -> bool:
+        """Whether blocks attend to keys and values that are expanded from latents."""
+        others = (pages.full_precision, pages.promoted, math.selected)
+        has_blocks = self._library.blocks(query.shape[2], math.output_dim(pages)) > 0
+        plain = all(other is None for other in others) and query.dtype in DTYPES
+        return plan.token_row is None and plain and has_blocks
+
+    def _attend_expanded(
+        self,
+        plan: NativePlan,
+        pages: LayerPages,
+        math: AttentionMath,
+        query: Tensor,
+        column_sums: Tensor | None,
+    ) -> Tensor:
+        """Expand the latents of one row after the other to one page, and attend to it."""
+        out = query.new_empty(*query.shape[:2], math.output_dim(pages))
+        lane, window = torch.zeros(1, dtype=torch.int64), plan.lanes.window
+        for row, (start, tokens) in enumerate(zip(plan.step.starts, plan.step.tokens, strict=True)):
+            own, held = slice(start, start + tokens), int(plan.lanes.slots[row, 0])
+            oldest = 0 if window is None else max(0, held - int(tokens) + 1 - window)
+            begin = (
+                oldest // pages.page_tokens * pages.page_tokens
+            )  # of the first page that is read
+            columns = torch.arange(begin, held, pages.page_tokens)[None] // pages.page_tokens
+            latents = self._gathered.gather(pages, lane + row, lane, columns, query.dtype)
+            expanded = math.heads(*latents)
+            key, value = (vectors[:, :, : held - begin].contiguous() for vectors in expanded)
+            slots = plan.lanes.slots[row : row + 1, :1] - np.int32(begin)
+            step = StepShape.of(plan.step.tokens[row : row + 1])
+            sums = None if column_sums is None else torch.zeros(1, query.shape[1], held - begin)
+            out[own] = self.attend(
+                self.plan(step, LaneSlots(slots, window), held - begin, plan.slot_bytes),
+                LayerPages(key, value, lane.int().view(1, 1, 1), lane, 0, 1),
+                replace(math, latent=None),
+                query[own],
+                (key[0, :, -tokens:].transpose(0, 1), value[0, :, -tokens:].transpose(0, 1)),
+                column_sums=sums,
+            )
+            if column_sums is not None and sums is not None:
+                column_sums[row, :, begin:held] = sums[0]
         return out
 
     def _slot_biases(self, plan: NativePlan, pages: LayerPages, alibi: Alibi) -> SlotBiases:
