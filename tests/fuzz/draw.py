@@ -11,7 +11,8 @@ from quire.layout.eviction import parse_policy
 ROTARY = ("llama", "llama_mha", "llama_mqa", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2")
 MODELS = (*ROTARY, *ROTARY, "opt", "gpt2", "gpt_neox", "mistral", "qwen2_window", "stablelm")
 KINDS = ("gemma3n", "gemma4", "gemma4_unified", "llama4")
-"""In place of one rotary model in seven: lanes that are unequal, shared or of chunks."""
+LATENTS = ("deepseek_v3", "minicpm3")
+"""In place of one rotary model in seven: lanes that are unequal, shared, chunked or latent."""
 WINDOWED = ("gemma2", "gemma3", "mistral", "qwen2_window", "gpt_oss", *KINDS)
 ALL_WINDOWED = ("mistral",)
 VOCAB_SIZE, TINY_VOCAB_SIZE = 128, 2048
@@ -55,7 +56,8 @@ def draw(seed: int) -> Case:
 def _of_kind(seed: int, model: str) -> str:
     """This model or one of another kind; the draws that follow are the same for both."""
     rng, (name, times, count) = random.Random(f"kind {seed}"), model.partition("*")
-    return rng.choice(KINDS) + times + count if name in ROTARY and rng.random() < 1 / 7 else model
+    other = rng.choice((*KINDS, *LATENTS)) + times + count
+    return other if name in ROTARY and rng.random() < 1 / 7 else model
 
 
 def _draw_model(rng: random.Random, *, exact: bool, streams: bool, evicts: bool) -> str:

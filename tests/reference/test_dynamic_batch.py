@@ -25,6 +25,7 @@ ARCHITECTURES = (
     "mixtral",
     "gemma3n",
     "gemma4",
+    "deepseek_v3",
 )
 BOTH = ("llama", "opt", "mistral", "gemma3", "qwen2_window")  # with sdpa as with eager
 HOW = {

@@ -58,12 +58,13 @@ def all_kept(cache: QuireCache, row: int) -> list[list[list[int]]]:
 
 
 PROMPTS = make_prompts(3, 60, seed=7)
-KINDS = ("llama", "gemma3", "gpt2", "gemma3n", "gemma4", "llama4")
+KINDS = ("llama", "gemma3", "gpt2", "gemma3n", "gemma4", "llama4", "deepseek_v3")
+UNEQUAL = ("mimo_v2_flash", "deepseek_v2", "minicpm3")
 
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [(name, "full") for name in (*KINDS, "gpt_oss", "phi3_longrope", "mimo_v2_flash")]
+    [(name, "full") for name in (*KINDS, "gpt_oss", "phi3_longrope", *UNEQUAL)]
     + [(name, "full") for name in ("bloom", "mpt", "gpt_neo")]
     + [(name, "h2o:recent=4,cap=200") for name in (*KINDS, "bloom")],
 )
@@ -87,6 +88,7 @@ def test_a_large_budget_gives_the_tokens_of_transformers(name, policy) -> None:
     [("llama", rule, "prefill_and_decode") for rule in RULES]
     + [("gemma3", "h2o", "prefill_and_decode"), ("gpt2", "snapkv", "prefill_and_decode")]
     + [("mimo_v2_flash", "h2o", "prefill_and_decode")]
+    + [("deepseek_v3", rule, "prefill_and_decode") for rule in ("h2o", "snapkv")]
     + [("gemma4", "snapkv", "prefill_and_decode"), ("llama4", "h2o", "prefill_and_decode")]
     + [("llama", "h2o", "prefill_end"), ("llama", "average", "decode")],
 )

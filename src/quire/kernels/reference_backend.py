@@ -242,7 +242,7 @@ def attend_reference(
     """
     num_heads = query.shape[1]
     q, k, v = (x.float().transpose(0, 1) for x in (query, key, value))
-    k, v = math.heads(k, v)
+    k, v = (x.float() for x in math.heads(k, v))
     group = query.shape[1] // k.shape[0]
     k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
     logits = q @ k.transpose(1, 2) * math.scale
