@@ -5,7 +5,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from quire.layout.model import ModelSpec
 from quire.models.generation import GenerationDefaults
@@ -69,6 +75,25 @@ def llama(
     )
 
 
+def _latent() -> DeepseekV3Config:
+    """The 125M shape with latent attention in place of its 12 heads and 4 KV heads; no experts."""
+    return DeepseekV3Config(
+        vocab_size=32_000,
+        hidden_size=768,
+        intermediate_size=2_048,
+        num_hidden_layers=12,
+        first_k_dense_replace=12,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        kv_lora_rank=256,
+        q_lora_rank=None,
+        max_position_embeddings=8_192,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+    )
+
+
 SHAPES: Mapping[str, Callable[[], LlamaConfig]] = {
     # TinyLlama
     "1100m": partial(llama, 32_000, 2_048, 5_632, layers=22, heads=32, kv_heads=4),
@@ -83,6 +108,9 @@ SHAPES: Mapping[str, Callable[[], LlamaConfig]] = {
     "tiny": partial(llama, 500, 64, 128, layers=2, heads=4, kv_heads=2, context=1_024),
 }
 """Shapes of models with random weights."""
+
+ALL_SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {**SHAPES, "125m-latent": _latent}
+"""Also those of other families."""
 
 
 def llama_of(spec: ModelSpec, context: int) -> LlamaConfig:
@@ -114,7 +142,7 @@ def random_weights(
 
 
 def random_model(
-    config: LlamaConfig,
+    config: PreTrainedConfig,
     *,
     dtype: torch.dtype,
     seed: int = 0,
@@ -147,7 +175,7 @@ def random_model(
         tokenizer=None,
         generation=GenerationDefaults(),
         spec=decoder.spec,
-        name="random llama",
+        name="random weights",
         weight_bytes=num_bytes,
         weights=weights,
     )

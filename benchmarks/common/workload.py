@@ -3,28 +3,32 @@
 import random
 from dataclasses import dataclass
 
-from transformers import LlamaConfig
+import torch
+from transformers import PreTrainedConfig
 
-from benchmarks.common.models import SHAPES
+from benchmarks.common.models import ALL_SHAPES
 from quire.config.kv_config import AttentionName, KVConfig, PrefixCacheConfig
 from quire.errors import ConfigError
+from quire.layout.config import dtype_bytes
 from quire.layout.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Prompts that all arrive at the start; bfloat16, greedy, end-of-sequence tokens ignored.
+    """Prompts that all arrive at the start; greedy, end-of-sequence tokens ignored.
 
     Attributes:
-        model: a name in SHAPES.
+        model: a name in ALL_SHAPES.
         prompts: number of prompts.
         prompt_tokens, new_tokens: tokens of each prompt and of each output.
+        dtype: type of weights, activations and KV.
     """
 
     model: str = "125m"
     prompts: int = 32
     prompt_tokens: int = 512
     new_tokens: int = 64
+    dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
         context = self.shape().max_position_embeddings
@@ -39,9 +43,15 @@ class Workload:
         """Final length of each sequence."""
         return self.prompt_tokens + self.new_tokens
 
-    def shape(self) -> LlamaConfig:
+    def shape(self) -> PreTrainedConfig:
         """Config of the model."""
-        return SHAPES[self.model]()
+        return ALL_SHAPES[self.model]()
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Type of weights, activations and KV."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
     def prompt_ids(self) -> list[list[int]]:
         """Prompt token ids; equal in every process."""
@@ -55,7 +65,7 @@ class Workload:
     def kv_bytes(self, spec: ModelSpec, *, page_tokens: int = 16) -> int:
         """Bytes of a KV memory for all sequences at their final length, in whole pages."""
         slots = -(-self.final_tokens // page_tokens) * page_tokens
-        return spec.kv_bytes_per_token(2) * slots * self.prompts
+        return spec.kv_bytes_per_token(dtype_bytes(self.dtype)) * slots * self.prompts
 
     def kv_config(self, spec: ModelSpec, *, attention: AttentionName = "auto") -> KVConfig:
         """KV memory without a prefix cache: every round prefills its prompts."""

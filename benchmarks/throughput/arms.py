@@ -26,6 +26,7 @@ from benchmarks.common.workload import Workload
 from quire.config.kv_config import AttentionName
 from quire.engine.core import Engine
 from quire.errors import InvariantError
+from quire.layout.config import dtype_bytes
 from quire.layout.model import ModelSpec
 from quire.models.loader import LoadedModel
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -145,7 +146,9 @@ class StaticArm:
         total_s = time.perf_counter() - started_s
         assert isinstance(out, Tensor), "generate returns only token ids by default"
         answers = out[:, self._workload.prompt_tokens :].tolist()
-        cached = self._spec.kv_bytes(self._workload.final_tokens - 1, 2) * len(answers)
+        cached = self._spec.kv_bytes(
+            self._workload.final_tokens - 1, dtype_bytes(self._workload.dtype)
+        ) * len(answers)
         return ArmResult(
             arm=self.name,
             total_s=total_s,
@@ -211,6 +214,6 @@ class ContinuousArm:
             total_s=total_s,
             prefill_s=last[0] - started_s,
             decode_step_s=median_gap(last),
-            kv_bytes=slots * self._spec.kv_bytes_per_token(2),
+            kv_bytes=slots * self._spec.kv_bytes_per_token(dtype_bytes(self._workload.dtype)),
             tokens=tuple(answers),
         )

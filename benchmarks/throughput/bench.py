@@ -89,10 +89,10 @@ class ThroughputBench:
     def __init__(self, config: ThroughputConfig) -> None:
         self.config = config
         workload = config.workload
-        model = random_model(workload.shape(), dtype=torch.bfloat16, impl="auto")
+        model = random_model(workload.shape(), dtype=workload.torch_dtype, impl="auto")
         self.spec: ModelSpec = model.spec
         self._quire = QuireArm(model, workload, attention=config.attention)
-        peer_model = random_weights(workload.shape(), dtype=torch.bfloat16)
+        peer_model = random_weights(workload.shape(), dtype=workload.torch_dtype)
         peers: dict[str, Arm] = {
             "hf_static": StaticArm(peer_model, workload, self.spec),
             "hf_cb": ContinuousArm(peer_model, workload, self.spec),
@@ -116,8 +116,9 @@ class ThroughputBench:
 
     def regrets(self, found: Round) -> dict[str, float]:
         """Mean regret of each arm's outputs for the first prompts; see `RegretJudge`."""
-        prompts = self.config.workload.prompt_ids()[: self.config.judged_prompts]
-        weights = random_weights(self.config.workload.shape(), dtype=torch.bfloat16)
+        workload = self.config.workload
+        prompts = workload.prompt_ids()[: self.config.judged_prompts]
+        weights = random_weights(workload.shape(), dtype=workload.torch_dtype)
         judge = RegretJudge(torch.nn.Module.float(weights))
         return {result.arm: judge.mean_regret(prompts, result.tokens) for result in found.arms}
 

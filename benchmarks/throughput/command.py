@@ -21,6 +21,8 @@ def throughput(  # noqa: PLR0913 - one parameter per option
     prompts: Annotated[int, typer.Option(min=1, help="Number of prompts, all at once.")] = 32,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=3, help="Generated tokens per prompt.")] = 64,
+    model: Annotated[str, typer.Option(help="Shape: 125m (Llama) or 125m-latent (MLA).")] = "125m",
+    dtype: Annotated[str, typer.Option(help="Type of weights and KV.")] = "bfloat16",
     repeats: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
     attention: Attention = "auto",
     peers: Annotated[
@@ -33,14 +35,20 @@ def throughput(  # noqa: PLR0913 - one parameter per option
 ) -> None:
     """Run a batch of prompts with Quire and with Transformers, in turn.
 
-    The model is a random-weight Llama of 125M parameters in bfloat16. The memory bandwidth and the
+    The model has 125M parameters with random weights. The memory bandwidth and the
     product rates of the machine are measured in the same run.
     """
     from benchmarks.common.workload import Workload
     from benchmarks.throughput.bench import PEERS, QUICK_THROUGHPUT, ThroughputConfig
 
     use_threads(threads)
-    work = Workload(prompts=prompts, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+    work = Workload(
+        model=model,
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        dtype=dtype,
+    )
     config = QUICK_THROUGHPUT if quick else ThroughputConfig(workload=work, repeats=repeats)
     names = () if peers == "none" else names_of(peers, dict.fromkeys(PEERS), "arm")
     run = _measured(replace(config, attention=attention, peers=names), quick=quick)
