@@ -29,6 +29,15 @@ from quire.kernels.device_copies import to_device
 from quire.kernels.index import indexed_layer
 from quire.kernels.reference_backend import ReferenceAttention
 
+EXPANSION_COST = 1.25
+"""Time of a multiplication that expands latents, in multiplications of attention.
+
+Measured on a CPU: 1.0 to 1.1 for latents of 512 and 16 heads of 192, 1.4 for latents of 256 and 12
+heads of 96; see docs/log.md.
+"""
+EXPANDED_BYTES = 1 << 30
+"""Maximum bytes of the expanded keys and values of a row; longer rows attend to latents."""
+
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -93,10 +102,13 @@ class LatentHeads:
         return keys.to(key.dtype), values.to(value.dtype)
 
     def prefers_expanding(self, tokens: int, slots: int) -> bool:
-        _, key_dim, rank = self._keys.shape
+        num_heads, key_dim, rank = self._keys.shape
         projected, pairs = key_dim + self.value_dim, tokens * (slots - (tokens - 1) / 2)
+        if slots * num_heads * projected * self._keys.element_size() > EXPANDED_BYTES:
+            return False
         # the rotated part is multiplied in both forms
-        return (slots - tokens) * rank * projected < pairs * (2 * rank - projected)
+        expansion = EXPANSION_COST * (slots - tokens) * rank * projected
+        return expansion < pairs * (2 * rank - projected)
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,6 +220,24 @@ def test_all_query_heads_attend_to_latents(backend, dtype, dims, group, window, 
     torch.testing.assert_close(sums, expected_sums, atol=atol, rtol=rtol)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "slots", "expands"),
+    [
+        (2, 2, True),  # nothing but new tokens
+        (200, 12_000, False),
+        (240, 12_000, True),
+        (16_384, 16_384, True),
+        (16_384, 16_385, False),  # 128 * 256 * 2 B a token: above 1 GiB
+    ],
+)
+def test_chunks_expand_latents_if_that_is_faster_and_small(tokens, slots, expands):
+    """DeepSeek V3: t tokens on many slots: 1.25 * 512 * 256 < t * (1,024 - 256) from 214 on."""
+    weight = torch.empty(128 * 256, 512, dtype=torch.bfloat16, device="meta")
+    latent = LatentHeads(lambda: weight, 128, 128, lambda value, key: (key, value))
+
+    assert latent.prefers_expanding(tokens, slots) == expands
+
+
 @any_backend
 @every_pair(
     dtype=[torch.float32, torch.bfloat16],
