@@ -264,8 +264,8 @@ def models() -> str:
     return (
         "Refused by `model_type`, before weights are read:\n\n"
         "| model_type | because | use instead |\n|---|---|---|\n" + "\n".join(rows) + "\n\n"
-        "Refused by config or class: an encoder or a second modality, latent\n"
-        "attention, an indexer, chunked attention, layers that share keys and values or have a\n"
+        "Refused by config or class: an encoder or a second modality, and in other models than\n"
+        "those above an indexer, chunked attention or layers that share keys and values; a\n"
         "recurrent state, RoPE scaling of type `dynamic`, attention without the interface, and\n"
         "models without `position_ids`.\n"
     )

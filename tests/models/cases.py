@@ -181,13 +181,14 @@ def _text(error: Exception) -> str:
 def kinds_of(spec: ModelSpec) -> tuple[str, ...]:
     """The kinds of caches of a model's layers."""
     found = dict.fromkeys(
-        "shared" if layer.source is not None
+        "latent" if heads.latent is not None
+        else "shared" if layer.source is not None
         else "window" if layer.window is not None
         else "chunk" if layer.chunk is not None
         else "full"
-        for layer in spec.layers
+        for layer, heads in zip(spec.layers, spec.heads, strict=True)
     )  # fmt: skip
-    if any(heads.key_dim != heads.value_dim for heads in spec.heads):
+    if any(not heads.latent and heads.key_dim != heads.value_dim for heads in spec.heads):
         found["keys and values of unequal width"] = None
     if len(set(spec.heads)) > 1:
         found["heads by layer"] = None

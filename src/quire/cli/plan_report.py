@@ -540,9 +540,10 @@ def capacity_table(report: PlanReport) -> Table:
     for kind in report.kinds.values():
         if kind.latent:
             heads, of_layer = report.model.heads[0], kind.bytes_per_token // kind.layers
+            elements = kind.key_dim + kind.value_dim + kind.index_dim
             table.add_row(
                 "bytes per token and layer",
-                f"{of_layer:,}: {kind.key_dim + kind.value_dim:,} elements instead of"
+                f"{of_layer:,}: {elements:,} elements instead of"
                 f" {heads.values_per_expanded_pair:,} of {heads.query_heads} heads",
             )
     tokens = f"{fits.page_tokens} tokens of one layer, all KV heads"
@@ -572,7 +573,9 @@ def capacity_table(report: PlanReport) -> Table:
 
 def _heads_text(heads: HeadShape | LayerKind) -> str:
     if heads.latent:
-        return f"latent of {heads.value_dim} + {heads.key_dim} rotated elements, 1 for all heads"
+        index = f" and index key of {heads.index_dim}" if heads.index_dim else ""
+        latent = f"latent of {heads.value_dim} + {heads.key_dim} rotated elements"
+        return f"{latent}{index}, 1 for all heads"
     same = heads.key_dim == heads.value_dim
     dims = f"{heads.key_dim}" + ("" if same else f" (keys) and {heads.value_dim} (values)")
     return f"{heads.kv_heads} KV head{'s' * (heads.kv_heads > 1)} of {dims}"

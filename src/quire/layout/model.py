@@ -143,10 +143,14 @@ class HeadShape:
         return None if self.latent is None else self.latent.index
 
     @property
+    def index_dim(self) -> int:
+        """Elements of a stored index key; 0: the layer stores none."""
+        return 0 if self.index is None else self.index.dim
+
+    @property
     def values_per_token(self) -> int:
         """Elements that a layer stores per token: a key and a value per KV head, and its index."""
-        index_dim = 0 if self.index is None else self.index.dim
-        return self.kv_heads * (self.key_dim + self.value_dim) + index_dim
+        return self.kv_heads * (self.key_dim + self.value_dim) + self.index_dim
 
     @property
     def values_per_pair(self) -> int:

@@ -16,7 +16,7 @@ from typing import Literal
 from quire.errors import ConfigError
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
-from quire.layout.pages import CacheLayout, PageClass, choose_slab_bytes, slabs_for
+from quire.layout.pages import INDEX, CacheLayout, PageClass, choose_slab_bytes, slabs_for
 from quire.layout.sizes import format_size
 from quire.plan.roofline import decode_step
 
@@ -81,6 +81,7 @@ class LayerKind:
     key_dim: int
     value_dim: int
     latent: bool  # values are latents, and keys their rotated parts
+    index_dim: int  # elements of an index key; 0: none is stored
     page_bytes: int  # of one layer
     bytes_per_token: int  # in all layers, before a window or chunk is full
     max_tokens: int | None  # of a decoding sequence, in a layer; None: all
@@ -107,6 +108,7 @@ def layer_kinds(layout: CacheLayout) -> dict[str, LayerKind]:
             key_dim=page.head_dim,
             value_dim=page.value_dim,
             latent=page.joined,
+            index_dim=0 if (index := page.index(INDEX)) is None else page.planes[index].width,
             page_bytes=page.page_bytes,
             bytes_per_token=math.ceil(Fraction(page.data_bytes, page.tokens) * group.num_lanes),
             max_tokens=bound,

@@ -449,6 +449,15 @@ def test_latents_of_deepseek_v3_in_80_gib(folder: Path):
     assert int8.capacity.sequences == (80 << 30) // (61 * 2048 * 10_304) == 66
     assert both.kv_bytes_per_token == 61 * (512 + 2 + 64 + 2)
 
+    index = {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
+    config = PUBLIC_SHAPES["deepseek-v3"] | index | {"model_type": "deepseek_v32"}
+    (folder / "config.json").write_text(json.dumps(config))
+    report = plan_report(folder, options)
+    (kind,) = report.kinds.values()
+    assert report.kv_bytes_per_token == 61 * (512 + 64 + 128) * 2
+    assert (kind.latent, kind.index_dim) == (True, 128)
+    assert "index key of 128" in quire_plan(str(folder), "--memory", "2TiB").stdout
+
 
 def test_default_model_is_quire_tiny_and_all_sections_are_printed():
     result = quire_plan("--memory", "1GiB", "--workload", "512,64,8")
