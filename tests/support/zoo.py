@@ -16,6 +16,7 @@ from transformers import (
     CTRLConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     DiffLlamaConfig,
     FalconConfig,
     Gemma2Config,
@@ -23,6 +24,7 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     Gemma4UnifiedTextConfig,
+    GlmMoeDsaConfig,
     GPT2Config,
     GPTNeoConfig,
     GPTNeoXConfig,
@@ -326,6 +328,7 @@ _LATENT = _SHAPE | {
     "qk_nope_head_dim": 12,
     "v_head_dim": 12,
 }
+_INDEX = {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 12}  # fewer than prompts have
 _EXPERTS = {
     "moe_intermediate_size": 16,
     "n_routed_experts": 4,
@@ -363,6 +366,10 @@ LATENT: dict[str, Callable[[], PreTrainedConfig]] = {
     "minicpm3": lambda: MiniCPM3Config(**_LATENT),
     "youtu": lambda: YoutuConfig(**_LATENT),
     "longcat_flash": _longcat_flash,
+    "deepseek_v32": lambda: DeepseekV32Config(**_LATENT | _EXPERTS | _INDEX),
+    "glm_moe_dsa": lambda: GlmMoeDsaConfig(
+        **_LATENT | _EXPERTS | _INDEX | {"indexer_types": ["full", "shared"]}
+    ),
 }
 
 ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -530,7 +537,7 @@ def build(
         else:
             config = (ARCHITECTURES | LATENT | NATIVE | OWN_ATTENTION | OTHERS)[name]()
             config.num_hidden_layers *= times
-            for kinds in ("layer_types", "mlp_layer_types"):
+            for kinds in ("layer_types", "mlp_layer_types", "indexer_types"):
                 if getattr(config, kinds, None):
                     setattr(config, kinds, list(getattr(config, kinds)) * times)
         model = AutoModelForCausalLM.from_config(

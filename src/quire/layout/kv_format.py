@@ -122,6 +122,8 @@ def read_format(text: str) -> KVFormat:
 def fill_plain(text: str, plain: str, *, latent: bool = False) -> str:
     """Replace `none` by the model's type in a KV codec, and add `plain` if it is needed.
 
+    Latents can have index keys, which are not quantized.
+
     Args:
         text: KV codec in the syntax of `read_format`, with `none` for one codec or both.
         plain: the unquantized codec of the type that the model computes in.
@@ -134,7 +136,8 @@ def fill_plain(text: str, plain: str, *, latent: bool = False) -> str:
     same = len(sides) == 2 and sides[0] == sides[1] and not (latent and sides[0] != plain)
     written = "+".join((sides[0] if same else "/".join(sides), *options))
     found = read_format(written)
-    if found.plain is None and found.needs_plain:
+    has_plain = found.key.is_plain or found.value.is_plain
+    if found.plain is None and (found.needs_plain or (latent and not has_plain)):
         return f"{written}+plain={plain}"
     return written
 

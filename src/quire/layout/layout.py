@@ -24,7 +24,6 @@ from quire.layout.statistics import Statistic
 from quire.layout.token_precision import FullPrecisionTokens, PromotedTokens, Records
 
 STATISTICS_CODEC = "float32"
-INDEX_CODEC = "float32"  # holds index keys of any type
 
 
 def layout_for(
@@ -136,9 +135,9 @@ def _parts(model: ModelSpec, form: KVFormat) -> Iterator[_Part]:
 
 
 def _index_codec(form: KVFormat) -> CodecSpec:
-    """The type of index keys: that of unquantized data of the format, if it has such data."""
-    plain = (form.plain, *(codec for codec in (form.key, form.value) if codec.is_plain))
-    return next((codec for codec in plain if codec is not None), codec_spec(INDEX_CODEC))
+    """The codec of index keys, which are not quantized."""
+    plain = [codec for codec in (form.key, form.value) if codec.is_plain]
+    return plain[0] if plain else form.required_plain
 
 
 def _full_precision_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
@@ -336,5 +335,5 @@ def offloaded_token_bytes(layout: CacheLayout) -> int:
 def can_be_offloaded(group: LaneGroup) -> bool:
     """Return whether the first pages of a group's lanes can be offloaded and this frees memory."""
     if group.private or group.bounded or group.readers > 1 or group.topk is not None:
-        return False  # no part of a prefix knows which of its tokens are selected
+        return False
     return len(group.layers) > SLOTS

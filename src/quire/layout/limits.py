@@ -245,6 +245,14 @@ OFFLOAD_OF_PAGES = _offload(
     "with common scales are encoded again for all layers together",
     instead="use a codec such as int8, or leave out --kv-offload-memory",
 )
+OFFLOAD_OF_INDEXED = Limit(
+    area="offload",
+    one="`--kv-offload-memory`",
+    other="a model with an index of sparse attention (DSA)",
+    reason="an index selects tokens from the whole sequence, and attention over offloaded KV is "
+    "computed in several segments",
+    instead="leave out --kv-offload-memory; use --swap-space for preempted requests",
+)
 _recompute = partial(Limit, area="offload", one="recompute of offloaded KV")
 _cpu_attention = partial(Limit, area="offload", one="CPU attention")
 RECOMPUTE_OF_HEADS = _recompute(

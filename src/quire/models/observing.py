@@ -306,6 +306,8 @@ class Observing:
         if self._spec.adds_positions:
             kind = "learned" if self._spec.learned_positions else "sinusoidal"
             return f"{self._name} adds {kind} positions to its embeddings and has no RoPE"
+        if any(heads.index is not None for heads in self._spec.heads):
+            return f"{self._name} selects tokens by index keys, which are stored after RoPE"
         unknown = [layer for layer in range(self._spec.num_layers) if layer not in self._rotaries]
         if unknown:
             return (
