@@ -498,27 +498,63 @@ def test_a_default_rule_in_percent_serves_every_length_and_keeps_what_fits(name)
 
 
 @pytest.mark.parametrize("name", registered())
-def test_rules_on_latents_retain_what_attention_to_heads_retains(name):
-    """The reference expands all latents to keys and values of heads; others fold queries."""
+@pytest.mark.parametrize("model", ["deepseek_v3", "glm_moe_dsa"])
+def test_rules_on_latents_retain_what_attention_to_heads_retains(model, name):
+    """The reference expands all latents to keys and values of heads; others fold queries.
+
+    Of glm_moe_dsa, the second layer attends to what the index of the first selects.
+    """
     pages = ",granularity=page" if policy_of(name, {}).needs_pieces else ""
     own = {"lagkv": ",lag=6", "snapkv": ",window=6", "kvcrush_openvino": ",blocks=1"}.get(name, "")
     options = {"evict": f"{name}:cap=40,every=8{own}{pages}", "evict_allow": "none"}
     if policy_of(name, {}).not_on_latents:
         with pytest.raises(UnsoundCombination, match="stores latents instead of keys"):
-            run({}, model="deepseek_v3", kv=options)
+            run({}, model=model, kv=options)
         with pytest.raises(UnsoundCombination, match="stores latents instead of keys"):
-            run({}, model="deepseek_v3", kv={"evict_allow": f"h2o; kvcrush:base={name}"})
+            run({}, model=model, kv={"evict_allow": f"h2o; kvcrush:base={name}"})
+        return
+    if name == "streaming" and model == "glm_moe_dsa":
+        with pytest.raises(UnsoundCombination, match="index keys, which are stored after RoPE"):
+            run({}, model=model, kv=options)
         return
     jobs = jobs_of({"own": None}, count=3)
     backends = ("auto",) if name == "streaming" else ("reference", "gathered", "auto")
     first, *others = (
-        run(jobs, model="deepseek_v3", kv=options | {"attention": backend}) for backend in backends
+        run(jobs, model=model, kv=options | {"attention": backend}) for backend in backends
     )
 
     assert all(usage.evicted_tokens for usage in first.usages.values())
     for other in others:
         assert other.traces() == first.traces()
         assert largest_difference(other.logits, first.logits) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("codec", "evict"),
+    [
+        ("int8/int8", "none"),
+        ("int8+sinks=4+residual=16", "recent:cap=32,every=4"),
+        ("int4_page/int4:group=4", "h2o:cap=40,every=8,granularity=page"),
+        ("int4+residual=16+promoted=8:int4", "h2o:cap=40,every=8"),
+        ("int8+plain_layers=1", "h2o:cap=40,every=8"),
+    ],
+)
+def test_selected_latents_are_read_in_the_precision_of_the_codec(codec, evict):
+    """Codes, tokens in full precision, and promoted ones; layers of two kinds."""
+    jobs = jobs_of({"own": None}, count=3)
+    kv = {"codec": codec, "evict_allow": "none", **({} if evict == "none" else {"evict": evict})}
+    first, other = (
+        run(jobs, model="glm_moe_dsa", kv=kv | {"attention": backend})
+        for backend in ("reference", "auto")
+    )
+
+    assert other.traces() == first.traces()
+    assert largest_difference(other.logits, first.logits) <= 1e-4
+
+
+def test_kv_offload_of_indexed_latents_is_refused():
+    with pytest.raises(UnsoundCombination, match="an index selects tokens from the whole sequence"):
+        run({}, model="glm_moe_dsa", kv={"offload_memory": "8MiB"})
 
 
 def test_a_request_may_not_wrap_a_rule_that_cannot_score_latents():

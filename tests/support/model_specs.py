@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quire.layout.model import HeadShape, LatentSpec, LayerSpec, ModelSpec
+from quire.layout.model import HeadShape, IndexSpec, LatentSpec, LayerSpec, ModelSpec
 
 
 def small_spec(*layers: int | LayerSpec | None, **shape: Any) -> ModelSpec:
@@ -28,6 +28,13 @@ def small_spec(*layers: int | LayerSpec | None, **shape: Any) -> ModelSpec:
     return ModelSpec(num_layers=len(specs), layers=specs, **defaults | shape)
 
 
+def _indexed(**index: int) -> HeadShape:
+    """Latents of 32 + 8 elements, of which an index selects 16."""
+    own = IndexSpec(topk=16, **index)
+    latent = LatentSpec(key_dim=12, value_dim=16, query_rank=24, index=own)
+    return HeadShape(query_heads=4, kv_heads=1, key_dim=8, value_dim=32, latent=latent)
+
+
 _WIDE = HeadShape(query_heads=4, kv_heads=1, key_dim=32, value_dim=32)
 CACHE_KINDS: dict[str, ModelSpec] = {
     "unequal": small_spec(None, 8, None, value_dim=4),
@@ -39,6 +46,13 @@ CACHE_KINDS: dict[str, ModelSpec] = {
     "chunked": small_spec(LayerSpec(chunk=32), LayerSpec(chunk=32), None),
     "latent": small_spec(
         *(None, None),
+        num_kv_heads=1,
+        head_dim=8,
+        value_dim=32,
+        latent=LatentSpec(key_dim=12, value_dim=16, query_rank=24),
+    ),
+    "indexed": small_spec(
+        *(LayerSpec(heads=_indexed(heads=2, dim=16)), LayerSpec(heads=_indexed())),
         num_kv_heads=1,
         head_dim=8,
         value_dim=32,
@@ -118,6 +132,7 @@ PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 163_840,
         "tie_word_embeddings": False,
     },
+    "deepseek-v3.2": {},
     # keys of 192 and values of 128; windows have 8 KV heads, full attention 4
     "mimo-v2-flash": {
         "model_type": "mimo_v2_flash",
@@ -135,3 +150,10 @@ PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """config.json of models whose layers differ, as published or shorter."""
+# the same with an index key of 128, whose 64 queries select 2,048 tokens
+PUBLIC_SHAPES["deepseek-v3.2"] |= PUBLIC_SHAPES["deepseek-v3"] | {
+    "model_type": "deepseek_v32",
+    "index_topk": 2048,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+}

@@ -88,6 +88,7 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
         "attention_chunk_size": 8192, "num_local_experts": 16, "num_experts_per_tok": 1,
         "n_shared_experts": 1,
     },
+    "hy_v4": {"index_topk_freq": 4},
     "longcat_flash": {
         "vocab_size": 131_072, "hidden_size": 6144, "ffn_hidden_size": 12_288,
         "expert_ffn_hidden_size": 2048, "num_layers": 28, "num_attention_heads": 64,

@@ -717,8 +717,7 @@ class VectorSpec:
         if heads.latent is not None:  # norms of the compressed queries and of the latent
             rank = heads.latent.query_rank or 0
             biased = rank + heads.value_dim + heads.key_dim if self.qkv_bias else 0
-            index_norm = 2 * (heads.index.dim if heads.index is not None else 0)
-            return rank + heads.value_dim + biased + index_norm
+            return rank + heads.value_dim + biased + 2 * heads.index_dim
         kv_heads = heads.kv_heads if own else 0
         in_all = (heads.query_heads + kv_heads) * heads.key_dim
         norms = {PER_HEAD: heads.key_dim * (2 if own else 1), PER_PROJECTION: in_all}

@@ -394,6 +394,16 @@ def test_missing_dtype_is_float32(folder: Path):
             0,
         ),
         (
+            "deepseek-v3.2",
+            "bfloat16",
+            [
+                "latent of 512 + 64 rotated elements and index key of 128, 1 for all heads",
+                "bytes per token and layer 1,408: 704 elements instead of 40,960 of 128 heads",
+            ],
+            61 * (512 + 64 + 128) * 2,
+            0,
+        ),
+        (
             "mimo-v2-flash",
             "bfloat16",
             [

@@ -64,7 +64,7 @@ def test_fill_plain_makes_the_plain_type_explicit(text, expected):
         ("float16", "float16"),
         ("int8", "float16/int8"),
         ("none/int8", "float16/int8"),
-        ("int8/int8", "int8/int8"),
+        ("int8/int8", "int8/int8+plain=float16"),  # index keys have this type
         ("int8/none", "int8/float16"),
         ("int4:group=8+residual=9", "float16/int4:group=8+residual=9+plain=float16"),
         ("kivi4", "kivi4+plain=float16"),

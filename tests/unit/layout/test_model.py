@@ -295,6 +295,60 @@ def test_latent_layers_and_parameters_equal_those_of_transformers(
         assert heads.projected_dims[0] == module.qk_head_dim
 
 
+_INDEX: dict[str, Any] = {
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    "index_topk": 7,
+    "index_n_heads": 3,
+    "index_head_dim": 10,
+    "max_position_embeddings": 512,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+_LISTED = {"indexer_types": ["full", "shared", "shared", "full"]}
+_SLIDING = {"layer_types": ["sliding_attention", "indexed_attention"] * 2, "sliding_window": 9}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "is_exact"),
+    [
+        ("deepseek_v32", {}, True),
+        ("deepseek_v32", {"attention_bias": True}, True),
+        ("glm_moe_dsa", {}, True),
+        ("glm_moe_dsa", _LISTED, True),
+        ("glm_moe_dsa", {"index_topk_pattern": "FFSF"}, True),
+        ("glm_moe_dsa", {"index_topk_freq": 3, "index_skip_topk_offset": 1}, True),
+        ("axk2", {}, False),  # gates are not counted
+        ("hy_v4", {}, False),
+        ("hy_v4", _LISTED, False),
+        ("dots3_note_text", _SLIDING | {"swa_kv_lora_rank": 24, "swa_head_dim": 16}, False),
+    ],
+)
+def test_indexes_of_layers_equal_those_of_transformers(
+    kind: str, changes: dict[str, Any], is_exact: bool
+):
+    """Each layer: 26 elements, 10 more with an index; the first of dots3 has a larger latent."""
+    small = _SMALL_LATENT | _INDEX | changes
+    if kind == "dots3_note_text":
+        small |= {"swa_qk_nope_head_dim": 12}
+    config = AutoConfig.for_model(kind, **deepcopy(small))
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    spec = ModelSpec.from_config(json.loads(config.to_json_string(use_diff=False)))
+
+    if kind != "dots3_note_text":  # it stores what it derives from the keys of its windows
+        assert spec == ModelSpec.from_config({**small, "model_type": kind})
+    attentions = [module for module in model.modules() if hasattr(type(module), "expand_kv")]
+    for module, heads, layer in zip(attentions, spec.heads, spec.layers, strict=True):
+        assert heads.values_per_token - heads.index_dim == module.kv_a_proj_with_mqa.out_features
+        assert heads.index_dim == (0 if module.indexer is None else module.indexer.head_dim)
+        slides = getattr(module, "sliding_window", None)
+        assert layer.window == slides
+        assert (heads.index is None) == (slides is not None)
+        assert heads.index is None or heads.index.topk == 7
+    own = sum(p.numel() for p in model.parameters()) + spec.embedding_parameters
+    assert spec.num_parameters == own or not is_exact
+
+
 @pytest.mark.parametrize("kind", OMITTED)
 def test_every_missing_key_has_the_default_of_transformers(kind: str):
     """A nested config is published without the keys that have the values of its class."""

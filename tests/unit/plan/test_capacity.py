@@ -82,6 +82,7 @@ def test_pages_hold_at_min_the_kv_bytes_of_the_model(
 #   2 heads x (8 + 4):  2 x 12 x 2 = 48 B;   2 x (10 + 6) = 32 B;     768 B and 512 B
 #   1 head x (32 + 32): 64 x 2 = 128 B;      34 + 34 = 68 B;        2,048 B and 1,088 B
 #   a latent of 32 + 8: 40 x 2 = 80 B;    34 + 16 = 50 B (8 not quantized); 1,280 B and 832 B
+#   with an index key of 16: 32 B more, not quantized;                      1,792 B and 1,344 B
 # 40 tokens are 3 pages; the window of 8 and the chunk of 32 then need one, of tokens 32 to 39
 BYTES_BY_HAND = [
     ("unequal", "float16", 3 * 48, 0, (2 * 3 + 1) * 768),
@@ -94,6 +95,8 @@ BYTES_BY_HAND = [
     ("chunked", "int8", 3 * 40, 0, (2 + 3) * 640),
     ("latent", "float16", 2 * 80, 0, 2 * 3 * 1280),
     ("latent", "float16/int8", 2 * 50, 0, 2 * 3 * 832),
+    ("indexed", "float16", 80 + 32 + 80, 0, 3 * 1792 + 3 * 1280),
+    ("indexed", "float16/int8", 50 + 32 + 50, 0, 3 * 1344 + 3 * 832),
 ]
 
 

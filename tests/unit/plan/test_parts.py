@@ -158,6 +158,20 @@ def test_attention_cost_of_latents_is_that_of_the_cheaper_form(row: RowTokens, p
     assert parts["output projection"].weight_bytes == 2 * 2 * 32 * 4 * 16
 
 
+def test_attention_cost_of_an_index_is_that_of_all_keys_and_of_the_selected_latents():
+    """Layer 0: index keys of 16 and 2 queries of them; both layers: 16 latents of 32 + 8.
+
+    100 tokens: 101 keys are read and one is written; of latents 16 are read.
+    """
+    parts = parts_of(CACHE_KINDS["indexed"], [RowTokens(new=1, before=100)], 1)
+
+    assert parts["attention"].kv_bytes == 2 * (102 * 16 + 2 * (16 + 1) * 40)
+    assert parts["attention"].flops == 2 * (101 * 2 * 16 + 2 * 16 * 4 * (40 + 32))
+    # queries of rank 24, the weights of 2 index heads and their queries, latents with the index key
+    index = 2 * (32 + 24 * 16) + 32 * 16
+    assert parts["qkv"].weight_bytes == 2 * (2 * (2_688 + 1_280 + 3_584) + index)
+
+
 def test_parts_sum_to_the_roofline_of_the_step():
     """In addition to the weights and KV read: the new slots written and the embedding rows."""
     model = model_of()
