@@ -18,9 +18,10 @@ from support.kv_options import kv_config
 from support.lazy_copies import LazyWorker
 
 LONGEST = 60
-# full attention, both, windows only, shared and unequal lanes, chunks, ALiBi, unequal widths
+# full attention, both, windows only, shared or unequal lanes, chunks, ALiBi, widths, latents
 ARCHITECTURES = (
     *("llama", "gemma2", "mistral", "gemma4", "llama4", "falcon_alibi", "mimo_v2_flash"),
+    "deepseek_v3",
 )
 
 

@@ -315,7 +315,7 @@ def visible(
 
 def _attend(call: AttentionCall, query: Tensor, lane: DenseLane, seen: Tensor) -> Tensor:
     stacked = (torch.stack(x).float().transpose(0, 1) for x in (lane.keys, lane.values))
-    heads = [x.transpose(0, 1) for x in call.math.heads(*stacked)]  # [slots, heads, dim]
+    heads = [x.float().transpose(0, 1) for x in call.math.heads(*stacked)]  # [slots, heads, dim]
     group = query.shape[1] // heads[0].shape[1]
     keys, values = (x.repeat_interleave(group, dim=1) for x in heads)
 

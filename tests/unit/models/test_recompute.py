@@ -14,7 +14,7 @@ from support.exact_products import use_exact_products
 TOKENS = 23
 SCALED = {"phi3_longrope", "gpt_oss"}  # have a factor on cosines and sines, divided out of keys
 FUSED = {"phi3", "phi3_longrope", "gpt2", "gpt_neox"}
-UNKNOWN_ROPE = ("llama4", "deepseek_v3")
+UNKNOWN_ROPE = ("llama4",)
 RECOMPUTED = [name for name in zoo.ARCHITECTURES if name not in UNKNOWN_ROPE]
 
 
