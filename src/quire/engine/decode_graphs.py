@@ -282,6 +282,8 @@ def why_no_graphs(kv: PagedKV) -> str | None:
         return "offloaded KV is transferred in every step"
     if not kv.rotated:
         return "keys are stored before RoPE"
+    if kv.joined:
+        return "rows attend to latents in a form that is chosen in every step"
     if kv.full_precision or kv.promoted:
         return "the KV codec keeps some tokens in full precision"
     return None

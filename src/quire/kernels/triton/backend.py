@@ -251,6 +251,8 @@ def unfit(
     """Return why the kernels cannot compute the attention of a layer, or None."""
     if query.dtype not in FLOATS or query.stride(2) != 1:
         return f"queries of {query.dtype} with strides {query.stride()}"
+    if math.latent is not None or math.joined:
+        return "the kernels read keys of one plane, and latents are part of the keys"
     reason = unfit_pages(pages, query.shape[2]) or _unfit_table(pages)
     if reason is not None:
         return reason
