@@ -94,7 +94,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "gemma4_unified_text": {
         "attention_k_eq_v": True,
         "global_head_dim": 32,
-        "num_global_key_value_heads": 1,
+        "num_global_key_value_heads": 2,
     },
     "glm_moe_dsa": {
         "num_hidden_layers": 4,

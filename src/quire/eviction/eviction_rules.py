@@ -240,7 +240,7 @@ class EvictionRules:
         self._lanes: dict[tuple[Statistic, ...], LaneShape] = {}
         self._allow = allow.strip()
         own = [served_by_rule(default, self.default)] if self.default.evicts else []
-        found = partial(possible, why_not=provided.why_not, latents=model.latent is not None)
+        found = partial(possible, why_not=provided.why_not, latents=model.joins_keys)
         self.served = (*found(own, allow=NONE), *found(announced(allow), allow=self._allow))
         if not self.mixes:
             refuse_mixture(self.served)
@@ -437,7 +437,7 @@ class EvictionRules:
     def _require_scores(self, text: str, rule: EvictionRule) -> None:
         """Refuse a rule whose scores have no meaning for latents."""
         why = served_by_rule(text, rule).not_on_latents if rule.evicts else ""
-        if why and self.model.latent is not None:
+        if why and self.model.joins_keys:
             raise limits.refused(limits.RULE_ON_LATENTS, text=text, why=why)
 
     def _require_equal_records(self, text: str, rule: EvictionRule) -> None:

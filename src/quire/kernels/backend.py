@@ -171,6 +171,10 @@ class LatentProjections(Protocol):
         """Elements of an expanded value, and of the output of a query head."""
         ...
 
+    def stored(self, key: Float[Tensor, "*batch key_dim"]) -> Float[Tensor, "*batch rotated_dim"]:
+        """Return the part of a module's keys that pages store."""
+        ...
+
     def fold(
         self, query: Float[Tensor, "token num_heads head_dim"]
     ) -> Float[Tensor, "token num_heads joined_dim"]:

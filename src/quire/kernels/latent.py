@@ -4,6 +4,9 @@ Rows with few new tokens fold the projection of the keys into their queries, att
 as one KV head, and project the output: no key or value of a head is computed. A chunk of a prompt
 expands the latents of its row to keys and values of all heads if that takes fewer multiplications:
 a latent is wider than the heads' keys and values.
+
+Keys that are their values times a weight (Gemma 4's `attention_k_eq_v`) are stored in the same way:
+the value is the latent of one KV head, beside the elements of the key that RoPE rotates.
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.2.
 """
 
@@ -13,7 +16,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -76,6 +79,9 @@ class LatentHeads:
     def value_dim(self) -> int:
         return self._values.shape[1]
 
+    def stored(self, key: Tensor) -> Tensor:
+        return key
+
     def fold(
         self, query: Float[Tensor, "token num_heads head_dim"]
     ) -> Float[Tensor, "token num_heads joined_dim"]:
@@ -109,6 +115,46 @@ class LatentHeads:
         # the rotated part is multiplied in both forms
         expansion = EXPANSION_COST * (slots - tokens) * rank * projected
         return expansion < pairs * (2 * rank - projected)
+
+
+class TiedHeads:
+    """Heads whose keys are their values times a weight, apart from the elements that RoPE rotates.
+
+    The rotated elements of a key are stored beside its value. See `LatentProjections`.
+
+    Args:
+        weight: returns the weight [head_dim] of the norm of keys.
+        rotated: elements of a key that RoPE rotates.
+    """
+
+    def __init__(self, weight: Callable[[], Tensor], rotated: Int[Tensor, " element"]) -> None:
+        self._weight, self._rotated = weight, rotated
+
+    @property
+    def value_dim(self) -> int:
+        return len(self._weight())
+
+    def stored(self, key: Tensor) -> Tensor:
+        return key[..., self._rotated]
+
+    def fold(
+        self, query: Float[Tensor, "token num_heads head_dim"]
+    ) -> Float[Tensor, "token num_heads joined_dim"]:
+        weight = self._weight().detach().float().clone()
+        weight[self._rotated] = 0
+        scaled = (query.float() * weight).to(query.dtype)
+        return torch.cat([scaled, self.stored(query)], dim=2)
+
+    def unfold(self, out: Tensor) -> Tensor:
+        return out
+
+    def expand(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        keys = (value.float() * self._weight().detach().float()).to(key.dtype)
+        keys[..., self._rotated] = key
+        return keys, value
+
+    def prefers_expanding(self, tokens: int, slots: int) -> bool:
+        return False  # joined keys are a quarter wider, and need no copy
 
 
 @dataclass(frozen=True, slots=True)

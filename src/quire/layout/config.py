@@ -28,6 +28,7 @@ _GEMMA4: Mapping[str, object] = {
     "max_position_embeddings": 131_072, "sliding_window": 512, "sliding_window_pattern": 6,
     "vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 256,
     "enable_moe_block": False,
+    "rope_parameters": {"full_attention": {"partial_rotary_factor": 0.25}},
 }  # fmt: skip
 
 _DEEPSEEK: Mapping[str, object] = {

@@ -208,7 +208,8 @@ class HeadShape:
 
         Each rank stores the latents of all heads.
         """
-        kv_heads = self.kv_heads // size if self.latent is None else self.kv_heads
+        shared = self.latent is not None and self.kv_heads == 1
+        kv_heads = self.kv_heads if shared else self.kv_heads // size
         return replace(self, query_heads=self.query_heads // size, kv_heads=kv_heads)
 
 
@@ -357,12 +358,28 @@ def _layer_heads(reader: ConfigReader, layer: int, kind: str, heads: HeadShape) 
             f"its num_key_value_heads={kv_heads}"
         )
     same_dims = heads.key_dim == heads.value_dim
-    return HeadShape(
+    shape = HeadShape(
         query_heads=query_heads,
         kv_heads=kv_heads,
         key_dim=key_dim,
         value_dim=value_dim or (key_dim if same_dims else heads.value_dim),
     )
+    if kind == FULL and reader.flag("attention_k_eq_v", default=False):
+        return _keys_in_values(reader, shape)
+    return shape
+
+
+def _keys_in_values(reader: ConfigReader, heads: HeadShape) -> HeadShape:
+    """Heads whose keys are their values times a weight, apart from the elements that RoPE rotates.
+
+    Only these are stored beside the values.
+    """
+    factor = reader.fraction("rope_parameters.full_attention.partial_rotary_factor")
+    rotated = 2 * int((1.0 if factor is None else factor) * heads.key_dim // 2)
+    if heads.key_dim != heads.value_dim or not 0 < rotated < heads.key_dim:
+        return heads
+    latent = LatentSpec(key_dim=heads.key_dim - rotated, value_dim=heads.value_dim)
+    return replace(heads, key_dim=rotated, latent=latent)
 
 
 def _indexed(
@@ -714,13 +731,15 @@ class VectorSpec:
             qkv: outputs of its projections of queries, keys and values.
         """
         own = layer.source is None
-        if heads.latent is not None:  # norms of the compressed queries and of the latent
+        if (
+            heads.latent is not None and not layer.keys_from_values
+        ):  # norms of the compressed queries and of the latent
             rank = heads.latent.query_rank or 0
             biased = rank + heads.value_dim + heads.key_dim if self.qkv_bias else 0
             return rank + heads.value_dim + biased + 2 * heads.index_dim
-        kv_heads = heads.kv_heads if own else 0
-        in_all = (heads.query_heads + kv_heads) * heads.key_dim
-        norms = {PER_HEAD: heads.key_dim * (2 if own else 1), PER_PROJECTION: in_all}
+        kv_heads, dim = heads.kv_heads if own else 0, heads.projected_dims[0]
+        in_all = (heads.query_heads + kv_heads) * dim
+        norms = {PER_HEAD: dim * (2 if own else 1), PER_PROJECTION: in_all}
         has_sinks = self.sinks == ALL or (self.sinks == IN_WINDOWS and layer.window is not None)
         return (
             (qkv if self.qkv_bias else 0)
@@ -962,6 +981,12 @@ class ModelSpec:
         return self.num_layers // (2 if self.architecture in TWO_ATTENTIONS else 1)
 
     @property
+    def joins_keys(self) -> bool:
+        """Whether a layer that can evict stores only a part of its keys beside the values."""
+        pairs = zip(self.heads, self.layers, strict=True)
+        return any(heads.latent is not None and layer.stores_all for heads, layer in pairs)
+
+    @property
     def kv_layers(self) -> int:
         """Number of layers that store keys and values."""
         return sum(layer.source is None for layer in self.layers)
@@ -1057,7 +1082,7 @@ class ModelSpec:
         """Weights of a layer's projections of queries, keys and values, and of the output."""
         query_dim, output_dim = heads.projected_dims
         queries, outputs = heads.query_heads * query_dim, heads.query_heads * output_dim
-        if heads.latent is not None:
+        if heads.latent is not None and not layer.keys_from_values:
             rank = heads.latent.query_rank
             of_queries = queries * self.hidden_size
             if rank is not None:
@@ -1066,9 +1091,8 @@ class ModelSpec:
                 of_queries += heads.index.heads * (self.hidden_size + (rank or 0) * heads.index.dim)
             stored = self.hidden_size * heads.values_per_token + heads.values_per_expansion
             return of_queries + stored, self.hidden_size * outputs
-        keys = 0 if layer.source is not None else heads.kv_heads * heads.key_dim
-        values = 0 if layer.source is not None else heads.kv_heads * heads.value_dim
-        stored = keys + (0 if layer.keys_from_values else values)
+        kv_heads = 0 if layer.source is not None else heads.kv_heads
+        stored = kv_heads * (query_dim + (0 if layer.keys_from_values else output_dim))
         return self.hidden_size * (queries + stored), self.hidden_size * outputs
 
     def _parameters(self, experts: int) -> int:

@@ -19,13 +19,14 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface
 
 from quire.errors import InvariantError, UnsupportedModel
-from quire.kernels.latent import LatentHeads
+from quire.kernels.latent import LatentHeads, TiedHeads
 from quire.models.base import AttentionCall, PagedAttention
 from quire.models.own_attention import (
     latent_heads,
     number_layers,
     replace_attention,
     restore_attention,
+    tied_heads,
 )
 from quire.models.rotary import Rotary
 
@@ -58,7 +59,7 @@ class Bridge:
     def __init__(self) -> None:
         self.attention: PagedAttention | None = None
         self.rotaries: Mapping[int, Rotary] = {}
-        self.latents: Mapping[int, LatentHeads] = {}  # by layer
+        self.latents: Mapping[int, LatentHeads | TiedHeads] = {}  # by layer
         self.hooks: list[RemovableHandle] = []  # of modules that have this bridge
         self._thread = threading.local()  # forwards that run layer by layer have a thread each
 
@@ -138,7 +139,7 @@ def install(model: nn.Module) -> Bridge:
             if reads_cache_length(module):
                 hook = partial(_with_length, bridge)
                 bridge.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    bridge.latents = latent_heads(model)
+    bridge.latents = {**latent_heads(model), **tied_heads(model)}
     replace_attention(model, attend_through_bridge, lambda: bridge.attention is not None)
     return bridge
 
@@ -199,7 +200,8 @@ def attend_through_bridge(
             f"{type(module).__name__} was called outside of one"
         )
     _check(module, key, value, attention_mask, options)
-    softcap = options.get("softcap")
+    softcap, latent = options.get("softcap"), bridge.latents.get(module.layer_idx)
+    key = key if latent is None else latent.stored(key)
     sinks = options.get("s_aux")
     call = AttentionCall(
         layer=module.layer_idx,
@@ -209,7 +211,7 @@ def attend_through_bridge(
         sinks=(sinks if isinstance(sinks, torch.Tensor) else None),
         rotary=bridge.rotaries.get(module.layer_idx),
         alibi=options.get("alibi"),
-        latent=bridge.latents.get(module.layer_idx),
+        latent=latent,
         index=options.get("indices"),
     )
     out = bridge.attention.attend(

@@ -291,7 +291,7 @@ class Observing:
         self._recomputation: LayerKV | None = None
 
     def prepare(self, statistic: Statistic) -> str | None:
-        if isinstance(statistic, QueryMoments) and self._spec.latent is not None:
+        if isinstance(statistic, QueryMoments) and self._spec.joins_keys:
             return f"{self._name} attends to latents, and moments are those of queries of heads"
         if isinstance(statistic, QueryMoments) and not self._all_rotaries_known:
             return f"{self._name} rotates its queries, and Quire cannot invert this rotation"

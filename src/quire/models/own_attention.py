@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quire.kernels.backend import Alibi, TokenIndex
-from quire.kernels.latent import LatentHeads
+from quire.kernels.latent import LatentHeads, TiedHeads
 
 Attend = Callable[..., tuple[Tensor, None]]
 """Attention of a module, called as by Transformers; see `bridge.attend_through_bridge`."""
@@ -356,6 +356,28 @@ def latent_heads(model: nn.Module) -> dict[int, LatentHeads]:
         weight = partial(attrgetter("kv_b_proj.weight"), of)  # the layer may be replaced
         expand = partial(getattr(type(of), _LATENT.method), of)
         found[of.layer_idx] = LatentHeads(weight, of.num_heads, of.qk_nope_head_dim, expand)
+    return found
+
+
+def tied_heads(model: nn.Module) -> dict[int, TiedHeads]:
+    """Return the heads of each layer whose keys are values times a weight (Gemma 4).
+
+    A layer that reads the keys of another layer has the norm of that layer.
+    """
+    found: dict[int, TiedHeads] = {}
+    norms: dict[str, Any] = {}
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if not getattr(module, "use_alternative_attention", False):
+            continue
+        norm = getattr(module, "k_norm", None) or norms[module.layer_type]
+        norms[module.layer_type] = norm
+        rope, half = module.config.rope_parameters[module.layer_type], module.head_dim // 2
+        angles = int(rope.get("partial_rotary_factor", 1.0) * half)
+        if angles < half:
+            first = torch.arange(angles, device=norm.weight.device)
+            rotated = torch.cat([first, first + half])
+            found[module.layer_idx] = TiedHeads(partial(getattr, norm, "weight"), rotated)
     return found
 
 

@@ -439,20 +439,21 @@ def test_layers_of_unequal_kinds_equal_those_of_transformers(name: str):
         attention = model.model.layers[layer].self_attn
         own, layer_type = config.per_layer_config[layer], config.layer_types[layer]
         twice = 2 if kind == "mimo_v2_flash" and layer_type == "sliding_attention" else 1
-        assert (heads.query_heads, heads.kv_heads, heads.key_dim, heads.value_dim) == (
+        key_dim = heads.projected_dims[0]
+        assert (heads.query_heads, heads.kv_heads, key_dim, heads.value_dim) == (
             own.num_attention_heads,
             own.num_key_value_heads * twice,
             own.head_dim,
             getattr(own, "v_head_dim", own.head_dim),
         )
-        assert attention.q_proj.out_features == heads.query_heads * heads.key_dim
+        assert attention.q_proj.out_features == heads.query_heads * key_dim
         assert attention.o_proj.in_features == heads.query_heads * heads.value_dim
         if modes[layer] == "reuse":
             stores = [i for i, mode in enumerate(modes) if mode == "store"]
             assert found.source in [i for i in stores if config.layer_types[i] == layer_type]
         else:
             assert found.source is None
-            assert attention.k_proj.out_features == heads.kv_heads * heads.key_dim
+            assert attention.k_proj.out_features == heads.kv_heads * key_dim
         sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
         size = getattr(config, sizes[layer_type]) if layer_type in sizes else None
         assert (found.window or found.chunk) == size
@@ -460,6 +461,8 @@ def test_layers_of_unequal_kinds_equal_those_of_transformers(name: str):
         assert found.keys_from_values == bool(
             getattr(config, "attention_k_eq_v", False) and layer_type == "full_attention"
         )
+        if found.keys_from_values:  # a quarter of a key is rotated, and stored beside its value
+            assert heads.values_per_token == heads.kv_heads * (own.head_dim + own.head_dim // 4)
 
 
 def test_embeddings_of_layers_are_looked_up():

@@ -27,6 +27,7 @@ from quire.kv.coded_layers import CodedLayers
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
 from quire.layout import limits
+from quire.layout.eviction import PRESSURE
 from quire.layout.layout import SLOTS, can_be_offloaded
 from quire.layout.limits import Limit
 from quire.layout.pages import PAGE_ALIGNMENT_BYTES, CacheLayout, LaneGroup
@@ -259,7 +260,10 @@ class OffloadChoice:
                 impossible.
             ConfigError: too few bytes for a page of KV or of activations.
         """
-        if self._config.evict != "full" and not evicts_offloaded(self.layout):
+        # under pressure, sequences of a group are offloaded: they do not evict
+        rule = self._config.evict
+        evicts = rule != "full" and f"when={PRESSURE}" not in rule
+        if evicts and not evicts_offloaded(self.layout):
             promotes = any(group.promoted is not None for group in self.layout.groups)
             limit = limits.OFFLOAD_OF_PROMOTED if promotes else limits.OFFLOAD_OF_PAGES
             raise limits.refused(limit)
