@@ -538,7 +538,7 @@ def capacity_table(report: PlanReport) -> Table:
     per_token = report.kv_bytes_per_token
     table.add_row("bytes per token", f"{per_token:,} ({format_size(per_token)})")
     for kind in report.kinds.values():
-        if kind.latent:
+        if report.model.latent is not None:
             heads, of_layer = report.model.heads[0], kind.bytes_per_token // kind.layers
             elements = kind.key_dim + kind.value_dim + kind.index_dim
             table.add_row(
@@ -571,11 +571,14 @@ def capacity_table(report: PlanReport) -> Table:
     return table
 
 
-def _heads_text(heads: HeadShape | LayerKind) -> str:
-    if heads.latent:
+def _heads_text(heads: HeadShape | LayerKind, model: ModelSpec) -> str:
+    if heads.latent and model.latent is not None:
         index = f" and index key of {heads.index_dim}" if heads.index_dim else ""
         latent = f"latent of {heads.value_dim} + {heads.key_dim} rotated elements"
         return f"{latent}{index}, 1 for all heads"
+    if heads.latent:
+        s = "s" * (heads.kv_heads > 1)
+        return f"{heads.kv_heads} value{s} of {heads.value_dim} + {heads.key_dim} rotated elements"
     same = heads.key_dim == heads.value_dim
     dims = f"{heads.key_dim}" + ("" if same else f" (keys) and {heads.value_dim} (values)")
     return f"{heads.kv_heads} KV head{'s' * (heads.kv_heads > 1)} of {dims}"
@@ -597,7 +600,9 @@ def kinds_table(report: PlanReport) -> Table:
         if kind.max_tokens is not None and kind.max_bytes is not None:
             held = f"at most {kind.max_tokens:,} tokens, {format_size(kind.max_bytes)}"
         layers, per_token = f"{kind.layers}", f"{kind.bytes_per_token:,}"
-        table.add_row(name.replace("_", " "), layers, _heads_text(kind), per_token, held)
+        table.add_row(
+            name.replace("_", " "), layers, _heads_text(kind, report.model), per_token, held
+        )
         if kind.reading_layers:
             table.add_row("", f"{kind.reading_layers}", "read the KV of these", "0", "")
     saved, own = report.saved_bytes_per_token, report.kv_bytes_per_token
