@@ -471,7 +471,9 @@ def render(report: PlanReport, quality: Quality | None = None) -> RenderableType
     """
     coded = report.weight_codec != "auto"
     weights = f"{report.dtype}, quantized to {report.weight_codec}" if coded else report.dtype
-    heads = " or ".join(dict.fromkeys(map(_heads_text, report.model.heads)))
+    heads = " or ".join(
+        dict.fromkeys(_heads_text(heads, report.model) for heads in report.model.heads)
+    )
     title = Text(
         f"{report.model_name}: {report.model.num_parameters:,} parameters,"
         f" {report.model.num_layers} layers, {heads}, weights {weights}, KV {report.kv_codec}",
