@@ -227,9 +227,7 @@ class NativeAttention:
         for row, (start, tokens) in enumerate(zip(plan.step.starts, plan.step.tokens, strict=True)):
             own, held = slice(start, start + tokens), int(plan.lanes.slots[row, 0])
             oldest = 0 if window is None else max(0, held - int(tokens) + 1 - window)
-            begin = (
-                oldest // pages.page_tokens * pages.page_tokens
-            )  # of the first page that is read
+            begin = oldest - oldest % pages.page_tokens  # first slot of the first page
             columns = torch.arange(begin, held, pages.page_tokens)[None] // pages.page_tokens
             latents = self._gathered.gather(pages, lane + row, lane, columns, query.dtype)
             expanded = math.heads(*latents)

@@ -73,7 +73,9 @@ TILE = 16  # slots of a tile in walk.h
 WALK_SLOTS = 512  # least slots of a walk if a row is split
 WALK_ALIGNMENT = 64  # slots that are processed together
 PAD_SLOTS = 64  # biases after a lane's last slot, which vector instructions read
-JOINED_SLOTS = 1024  # least slots of a walk of all query heads, whose partial results are larger
+JOINED_WALK_SLOTS = (
+    1024  # least slots of a walk of all query heads, whose partial results are larger
+)
 JOINED_QUERIES = 192  # query vectors of a block with joined keys, which fit in a core's cache
 MAX_WALKS = 16  # of a row; more would cost partial results, and heads divide the work further
 
@@ -123,7 +125,7 @@ def cut(
     small = (tokens == 1) | (small & (not joined))
     walked, large = np.flatnonzero(small), np.flatnonzero(~small)
     one_token = (tokens == 1) & (lanes.window is None)
-    least = JOINED_SLOTS if joined else WALK_SLOTS
+    least = JOINED_WALK_SLOTS if joined else WALK_SLOTS
     counts = np.where(one_token, _num_walks(slots, least), 1)[walked]
     walks, merges, walk_slots = _walks(walked, counts, slots)
     blocked, others = (large, large[:0]) if block_queries else (large[:0], large)
