@@ -38,6 +38,8 @@ typedef struct {
     float *kept; /* logits [vectors, kept_stride], of blocks that compute column sums */
     int64_t kept_stride;
     int units;
+    int64_t ahead, ahead_end; /* slots that are prefetched next, `ahead_step` before each product */
+    int ahead_step;
 } block;
 
 /* Scratch of a block, including logits if column sums are requested. */
@@ -83,6 +85,16 @@ static inline int multiplies_pairs(const attention_args *a) {
 
 /* Type of the numbers that are packed as float32. */
 static inline int numbers_type(const coding *c) { return c->kind == PLAIN_NUMBERS ? c->dtype : F32; }
+
+/* Prefetch some of the slots that are packed next: memory is read while products are computed. */
+static inline void prefetch_ahead(const attention_args *a, block *b, const lane *l) {
+    for (int n = 0; n < b->ahead_step && b->ahead < b->ahead_end; n++, b->ahead++) {
+        place p = place_of(a, l, b->ahead);
+        const uint8_t *value = vector_at(a->value, &a->value_coding, p), *key = vector_at(a->key, &a->key_coding, p);
+        for (int64_t i = 0; i < a->value_coding.vector_bytes; i += 64) __builtin_prefetch(value + i, 0, 2);
+        for (int64_t i = 0; i < a->key_coding.vector_bytes; i += 64) __builtin_prefetch(key + i, 0, 2);
+    }
+}
 
 /* Prefetch the key of a slot; slots in the order of positions are scattered over pages. */
 static inline void prefetch_vector(const attention_args *a, const lane *l, int64_t slot) {

@@ -235,12 +235,14 @@ INLINE TARGET void NAME(weigh)(block *b, int m, int width) {
     }
 }
 
-INLINE TARGET void NAME(add_values)(const attention_args *a, block *b, int m, int width) {
+INLINE TARGET void NAME(add_values)(const attention_args *a, block *b, const lane *l, int m, int width) {
     int dim = a->value_coding.dim, d = 0;
     float *out = b->out + (int64_t)m * dim;
-    for (; d + COLUMNS <= dim; d += COLUMNS)
+    for (; d + COLUMNS <= dim; d += COLUMNS) {
+        prefetch_ahead(a, b, l);
         NAME(multiply)(b->weights[0], BLOCK_SLOTS, b->value + d, dim, width / STEP, out + d, dim,
                        b->factor, VECTORS);
+    }
     for (; d < dim; d += LANES)
         NAME(multiply)(b->weights[0], BLOCK_SLOTS, b->value + d, dim, width / STEP, out + d, dim,
                        b->factor, 1);
@@ -313,8 +315,11 @@ INLINE TARGET void NAME(begin_block)(const attention_args *a, block *b, const la
 static TARGET void NAME(attend_slots)(const attention_args *a, block *b, const lane *l, int count, int64_t start,
                                       int64_t end, int sums) {
     int step = a->joined ? JOINED_SLOTS : BLOCK_SLOTS;
+    int products = (count + SIDE - 1) / SIDE * (a->value_coding.dim / COLUMNS);
+    b->ahead_step = a->joined ? step / (products + 1) + 1 : 0;
     for (int64_t base = start; base < end; base += step) {
         int packed = end - base < step ? (int)(end - base) : step;
+        b->ahead = base + packed, b->ahead_end = b->ahead + step < end ? b->ahead + step : end;
         int skip = b->low[0] > base ? (int)(b->low[0] - base) : 0; /* their pages may have been freed */
         NAME(pack_keys)(a, b, l, NULL, base, skip, packed);
         NAME(pack_values)(a, b, l, base, skip, packed);
@@ -327,7 +332,7 @@ static TARGET void NAME(attend_slots)(const attention_args *a, block *b, const l
             NAME(logits_of)(a, b, m, base, width);
             if (sums) NAME(keep_logits)(b, m, base, width);
             NAME(weigh)(b, m, width);
-            NAME(add_values)(a, b, m, width);
+            NAME(add_values)(a, b, l, m, width);
         }
     }
 }
