@@ -100,8 +100,8 @@ def test_features_name_every_tested_architecture() -> None:
 
     named = set(row.split("`")[1::2])
 
-    tested = (*zoo.ARCHITECTURES.values(), *zoo.OWN_ATTENTION.values())
-    assert named == {make().model_type for make in tested}
+    tested = zoo.ARCHITECTURES | zoo.OWN_ATTENTION | zoo.LATENT
+    assert named == {make().model_type for make in tested.values()}
 
 
 def test_features_list_only_refused_models_as_refused() -> None:

@@ -110,6 +110,8 @@ def run_steps():
     ):
         attend(backend, None, dtype, *dims)
     attend(backend, "int8", torch.bfloat16, 192, 128)
+    for codec, group in ((None, 16), (None, 128), ("float32/int8", 128)):
+        attend_to_latents(backend, codec, group)
     for codec in ("int8", "fp8", "int4", "int3", "int4_outliers"):
         attend(backend, codec, torch.bfloat16, 128, 128)
     attend(backend, "int8", torch.float16, 128, 128)
@@ -158,6 +160,18 @@ def attend(backend, codec, dtype, head_dim, value_dim):
         for source in (None, torch.arange(3)):
             rope = CosSin(turns, turns)
             assert backend.rotate_and_write(slots, query[:3], keys, values, rope, source)
+
+
+def attend_to_latents(backend, codec, group):
+    """Decode rows of DeepSeek V3's shape."""
+    shape = {"tokens": [1, 1], "slots": [[4000], [40]], "heads": 1, "page_tokens": 16}
+    dtype = torch.float32 if codec else torch.bfloat16
+    lanes = Lanes(**shape, head_dim=64, value_dim=512, dtype=dtype)
+    query = lanes.query(group, joined=True).bfloat16()
+    if codec:
+        lanes.pages = coded_twin(lanes, codec)
+        lanes.fresh = lambda: (query, query)
+    lanes.attend(backend, query, AttentionMath(scale=192**-0.5, joined=True))
 
 
 def run_rows(dtype, width):

@@ -97,6 +97,23 @@ def test_vectors_of_any_length(dims):
     check(lanes, 2, with_sums=dims == (33, 33))
 
 
+@every_pair(
+    dims=[(8, 16), (16, 33), (64, 512)],
+    group=[4, 16, 20],
+    window=[None, 7],
+    multiprocessors=[1, 8],
+)
+def test_joined_keys_equal_the_reference(dims, group, window, multiprocessors):
+    """Latents: the key of a slot is its value followed by its stored key; 20 heads are 2 blocks."""
+    shape = {"tokens": [1, 1], "slots": [[150], [5]], "heads": 1, "window": window}
+    lanes = make_lanes(**shape, head_dim=dims[0], value_dim=dims[1])
+    query, math = lanes.query(group, joined=True), AttentionMath(sum(dims) ** -0.5, joined=True)
+    backend = triton_backend(multiprocessors=multiprocessors)
+    got, expected = (lanes.attend(one, query, math) for one in (backend, REFERENCE))
+
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("tokens", [[40], [1, 18, 17]])
 def test_chunks_without_earlier_tokens(tokens):
     """Attention reads their pages, which hold the same numbers as the new keys and values."""
@@ -211,6 +228,19 @@ def test_unsupported_tensors_fall_back_with_one_warning(change, reason, caplog):
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert len(caplog.records) == 1
     assert reason in caplog.text
+
+
+def test_latents_of_several_tokens_and_column_sums_fall_back_to_gathered_pages(caplog):
+    math = AttentionMath(0.2, joined=True)
+    for lanes, reason in (
+        (make_lanes(heads=1), "several tokens of a row that attend to latents"),
+        (make_lanes(heads=1, tokens=[1], slots=[[21]]), "column sums of attention to latents"),
+    ):
+        query = lanes.query(4, joined=True)
+        got = lanes.attend_with_sums(triton_backend(GatheredAttention(CPU)), query, math)
+        expected = lanes.attend_with_sums(REFERENCE, query, math)
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+        assert reason in caplog.text
 
 
 def test_alibi_falls_back_to_gathered_pages(caplog):

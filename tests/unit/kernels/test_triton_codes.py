@@ -79,6 +79,17 @@ def test_codes_equal_decoded_vectors(codec, shape, monkeypatch):
     torch.testing.assert_close(sums, expected_sums, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("codec", ["int8", "float32/int8", "int4/fp8", "int4_outliers"])
+def test_codes_of_latents_equal_decoded_latents(codec):
+    lanes = make_lanes(tokens=[1, 1], slots=[[21], [11]], head_dim=16, value_dim=32)
+    query, math = lanes.query(20, joined=True), AttentionMath(48**-0.5, joined=True)
+    pages = coded_twin(lanes, codec)
+
+    got = on_codes(lanes, pages, query, math, with_sums=False)
+
+    torch.testing.assert_close(got, lanes.attend(REFERENCE, query, math), atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("codec", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_queries_of_half_precision(codec, dtype):

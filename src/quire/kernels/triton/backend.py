@@ -190,6 +190,8 @@ class TritonAttention:
         assert isinstance(plan, TritonPlan), "a plan comes from this backend"
         check_column_sums(plan, query.shape[1], column_sums)
         reason = unfit(pages, math, query, column_sums)
+        if reason is None and math.joined:
+            reason = _unfit_joined(plan.step, pages, column_sums)
         if reason is not None:
             if plan.max_slots is not None:
                 raise RuntimeError(f"the Triton kernels cannot compute this step: {reason}")
@@ -245,15 +247,25 @@ def _unfit_table(pages: LayerPages) -> str | None:
     return None
 
 
+def _unfit_joined(step: StepShape, pages: LayerPages, column_sums: Tensor | None) -> str | None:
+    """Return why the kernels cannot attend to joined keys in a step, or None."""
+    if step.num_decode < len(step.tokens):
+        return "several tokens of a row that attend to latents"
+    if column_sums is not None:
+        return "column sums of attention to latents"
+    return "rotated codes of latents" if any(s.rotated for s in sides_of(pages)) else None
+
+
 def unfit(
     pages: LayerPages, math: AttentionMath, query: Tensor, column_sums: Tensor | None
 ) -> str | None:
     """Return why the kernels cannot compute the attention of a layer, or None."""
     if query.dtype not in FLOATS or query.stride(2) != 1:
         return f"queries of {query.dtype} with strides {query.stride()}"
-    if math.latent is not None or math.joined:
-        return "the kernels read keys of one plane, and latents are part of the keys"
-    reason = unfit_pages(pages, query.shape[2]) or _unfit_table(pages)
+    if math.latent is not None and not math.joined:
+        return "latents that are expanded to keys and values of heads"
+    key_dim = query.shape[2] - (dims_of(pages)[1] if math.joined else 0)
+    reason = unfit_pages(pages, key_dim) or _unfit_table(pages)
     if reason is not None:
         return reason
     if query.shape[1] % (pages.num_lanes * pages.key.shape[1]):

@@ -861,13 +861,18 @@ class LayerCall:
         return self.query.shape[1] // self.kv_heads
 
     @cached_property
+    def key_dim(self) -> int:
+        """Elements of a stored key."""
+        return self.query.shape[2] - (self.out.shape[2] if self.math.joined else 0)
+
+    @cached_property
     def tiles(self) -> Tiles:
         """Tile sizes."""
         longest = int(self.plan.step.tokens.max(initial=1)) * self.group
         is_plain = self.kinds == {PLAIN}  # codes are decoded in registers
         is_large = self.hardware.large_tiles and is_plain and longest > MIN_ENTRIES
         most = 2 * MIN_ENTRIES if is_large else MIN_ENTRIES
-        dims = self.query.shape[2], self.out.shape[2]
+        dims = self.key_dim, self.out.shape[2]
         return Tiles.of(dims, self.group, self.dtype.itemsize, most)
 
     @cached_property
@@ -898,7 +903,7 @@ class LayerCall:
             "NUM_LANES": pages.num_lanes,
             "PAGE_HEADS": pages.key.shape[1],
             "PAGE_TOKENS": pages.page_tokens,
-            "HEAD_DIM": self.query.shape[2],
+            "HEAD_DIM": self.key_dim,
             "GROUP": self.group,
             "BLOCK_D": self.tiles.dims,
             "BLOCK_T": self.tiles.slots,
@@ -946,19 +951,24 @@ def attend_decode(call: LayerCall) -> int:
     tiles = DecodeTiles.of(call.tiles, call.kinds, call.hardware)
     rows, block = call.plan.step.num_decode, tiles.slots
     most = -(-call.plan.longest_decode // block) + (call.plan.lanes.window is not None)
-    splits = split_count(rows * call.kv_heads, most, call.hardware.multiprocessors)
+    # values are wide where keys are joined: more query heads would not fit in registers
+    block_heads = MIN_BLOCK if call.math.joined else call.tiles.heads
+    head_blocks = -(-call.group // block_heads)
+    splits = split_count(rows * call.kv_heads * head_blocks, most, call.hardware.multiprocessors)
     splits = -(-most // -(-most // splits))  # none without slots in the longest row
     (_, heads, value_dim), device = call.out.shape, call.query.device
     is_whole = splits == 1
     count = 0 if is_whole else rows * heads * splits
     partial = torch.empty(count * value_dim, dtype=torch.float32, device=device)
     partial_lse = torch.empty(count, dtype=torch.float32, device=device)
-    decode_splits[(rows, call.kv_heads, splits)](
+    decode_splits[(rows, call.kv_heads * head_blocks, splits)](
         **(dict(call.attends) | {"BLOCK_T": block} | ({} if is_whole else {"lse": partial_lse})),
         partial=partial,
         num_splits=splits,
-        BLOCK_G=call.tiles.heads,
+        BLOCK_G=block_heads,
         IS_WHOLE=is_whole,
+        JOINED=call.math.joined,
+        HEAD_BLOCKS=head_blocks,
         num_warps=tiles.warps,
         num_stages=stages(tiles.tiles_ahead),
     )

@@ -62,6 +62,8 @@ def decode_splits(
     BLOCK_T: tl.constexpr,
     OPERAND: tl.constexpr,
     IS_WHOLE: tl.constexpr,
+    JOINED: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_KEY_FACTORS: tl.constexpr,
@@ -76,7 +78,10 @@ def decode_splits(
     VALUE_CHANNELS: tl.constexpr,
     VALUE_OUTLIERS: tl.constexpr,
 ):
-    """One program per (row, KV head, split): attention of the query heads over some slots.
+    """One program per (row, block of query heads, split): attention over some slots.
+
+    A KV head has HEAD_BLOCKS blocks of query heads. With JOINED the key of a slot is its value
+    followed by its stored key (latents), and a query has as many elements.
 
     The splits of a lane have equal numbers of blocks of its live slots, which are read here: a CUDA
     graph repeats the launch while they change.
@@ -85,7 +90,8 @@ def decode_splits(
     writes the output of the split to `partial` [row, head, split, VALUE_DIM] and its log-sum-exp
     [row, head, split], without sinks and factors.
     """
-    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head = block // HEAD_BLOCKS
     lane, page_head = kv_head // PAGE_HEADS, kv_head % PAGE_HEADS
     held = tl.load(slots + row * NUM_LANES + lane)
     first = tl.maximum(held - window, 0)
@@ -96,10 +102,24 @@ def decode_splits(
     table_row = tl.load(table_rows + row).to(tl.int64)
     own_table = table + table_row * table_row_stride + (first_lane + lane) * table_lane_stride
 
-    group, dim, value_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    group = block % HEAD_BLOCKS * BLOCK_G + tl.arange(0, BLOCK_G)
+    dim, value_dim = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     heads, is_head = kv_head * GROUP + group, group < GROUP
     inside = is_head[:, None] & (dim < HEAD_DIM)[None, :]
-    queries = query + row * query_token_stride + heads[:, None] * query_head_stride + dim[None, :]
+    queries = query + row * query_token_stride + heads[:, None] * query_head_stride
+    if JOINED:
+        of_value = load_queries(
+            queries + value_dim[None, :],
+            is_head[:, None] & (value_dim < VALUE_DIM)[None, :],
+            value_factors,
+            kv_head,
+            value_dim,
+            VALUE_DIM,
+            HAS_VALUE_FACTORS,
+            OPERAND,
+        )
+        queries += VALUE_DIM
+    queries += dim[None, :]
     q = load_queries(queries, inside, key_factors, kv_head, dim, HEAD_DIM, HAS_KEY_FACTORS, OPERAND)
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -128,6 +148,26 @@ def decode_splits(
             KEY_OUTLIERS,
             OPERAND,
         )
+        if JOINED:
+            products += key_products(
+                of_value,
+                value_codes,
+                value_scales,
+                value_zeros,
+                value_indices,
+                value_outliers,
+                page,
+                vector,
+                seen,
+                value_dim,
+                page_bytes,
+                VALUE_DIM,
+                VALUE_KIND,
+                VALUE_BITS,
+                VALUE_CHANNELS,
+                VALUE_OUTLIERS,
+                OPERAND,
+            )
         logits = capped(products, scale, cap, HAS_SOFTCAP)
         logits = tl.where(seen[None, :], logits, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(logits, 1))  # finite: every block has a slot seen
