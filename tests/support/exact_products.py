@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.activations import GELUActivation, GELUTanh
 
 from quire.eviction import calibration
-from quire.kernels import gathered, index, pre_rope, select
+from quire.kernels import gathered, pre_rope, select
 from quire.kernels.latent import LatentHeads
 from quire.models.observing import LayerKV
 from quire.models.rotary import Rotary
@@ -38,9 +38,9 @@ def use_exact_products(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(nn.functional, name, _in_float64(getattr(nn.functional, name)))
     for kind in (GELUTanh, GELUActivation):  # models made before hold the function itself
         patch.setattr(kind, "forward", lambda module, x: module.act(x.double()).to(x.dtype))
-    for module in (gathered, index, pre_rope, calibration):
+    for module in (gathered, pre_rope, calibration):
         patch.setattr(module, "attend_dense", _in_float64(module.attend_dense))
-    for module in (gathered, index, pre_rope):
+    for module in (gathered, pre_rope):
         sums = _in_float64(module.column_sums_dense)
         patch.setattr(module, "column_sums_dense", lambda *x, sums=sums, **y: sums(*x, **y).float())
     rotate, recompute = Rotary.rotate_pre_rope, LayerKV.keys_and_values

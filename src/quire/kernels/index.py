@@ -19,17 +19,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.backend import (
+    AttentionBackend,
     AttentionMath,
+    LaneSlots,
     LayerPages,
     StepShape,
     TokenIndex,
     dims_of,
 )
 from quire.kernels.coded import decode_slots
-from quire.kernels.dense import attend_dense, column_sums_dense
 from quire.kernels.device_copies import to_device
 from quire.kernels.gathered import lane_positions
 from quire.kernels.paging import page_numbers
+from quire.layout.pages import KEY, VALUE
 
 BLOCK_NUMBERS = 16 * 1024 * 1024
 """Numbers that scores, or the gathered keys of decode rows, take at a time."""
@@ -188,14 +190,16 @@ class IndexedLayer:
 
     def attend_decode(
         self,
+        backend: AttentionBackend,
         math: AttentionMath,
         query: Float[Tensor, "row num_heads joined_dim"],
         rows: NDArray[np.int64],
         column_sums: Float[Tensor, "row num_heads slot"] | None,
     ) -> Float[Tensor, "row num_heads latent_dim"]:
-        """Attend to the latents of the selected slots of decode rows, and read no others.
+        """Attend to copies of the latents of selected slots, for decode rows; read no others.
 
         Args:
+            backend: attends to the copies.
             math: with joined keys.
             query: folded queries of these rows.
             rows: some of `select`, with one new token each and no tokens in full precision.
@@ -205,40 +209,55 @@ class IndexedLayer:
         block = max(1, BLOCK_NUMBERS // (self.index.topk * sum(dims_of(self.pages))))
         for first in range(0, len(rows), block):
             part = slice(first, first + block)
-            some = self._rows(rows[part])
-            slots, seen = self._slots(some)
-            key, value = math.heads(*_vectors(some, slots, query.dtype))
-            q, mask = query[part, :, None], seen[:, None, None]
-            parts.append(attend_dense(q, key, value, math=math, seen=mask).squeeze(2))
+            slots, counts = self._slots(self._rows(rows[part]))
+            pages = self._copied(rows[part], slots, query.dtype)
+            lanes, step = LaneSlots(counts, None), StepShape.of(np.ones_like(counts[:, 0]))
+            slot_bytes = sum(dims_of(pages)) * query.itemsize
+            plan = backend.plan(step, lanes, pages.page_tokens, slot_bytes)
+            sums = None
             if column_sums is not None:
-                sums = column_sums_dense(q, key, math=math, seen=mask)
+                sums = column_sums.new_zeros(*query[part].shape[:2], slots.shape[1])
+            unused = query[:0], query[:0]  # decode rows read their own token from pages
+            parts.append(backend.attend(plan, pages, math, query[part], unused, column_sums=sums))
+            if column_sums is not None and sums is not None:
                 column_sums[part] = 0
                 column_sums[part].scatter_add_(2, slots[:, None].expand_as(sums), sums)
         return torch.cat(parts)
 
-    def _slots(self, some: IndexedRows) -> tuple[Tensor, Tensor]:
-        """Return the selected slots [row, topk] of decode rows, and which of them are seen."""
+    def _slots(self, some: IndexedRows) -> tuple[Tensor, NDArray[np.int32]]:
+        """Return the selected slots [row, topk] of decode rows, and their number [row, 1]."""
         if self.pages.positions is None:
             assert self.index.positions is not None, "the first layer selects"
-            found = self.index.positions[some.tokens[:, 0]]
-            return found.clamp_min(0), found != NOT_SELECTED
+            slots = self.index.positions[some.tokens[:, 0]]
+            return slots, np.full((len(slots), 1), slots.shape[1], dtype=np.int32)
         marks = self._seen(some)[:, 0].to(torch.uint8)
         seen, slots = marks.topk(min(self.index.topk, some.width), dim=1)
-        return slots.masked_fill(seen == 0, 0), seen > 0
+        counts = seen.sum(dim=1, keepdim=True, dtype=torch.int32).cpu().numpy()
+        return slots.masked_fill(seen == 0, 0), counts
 
-
-def _vectors(some: IndexedRows, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return keys and values [row, 1, slot, elements] of slots [row, slot]."""
-    pages, (columns, offsets) = some.pages, (slots // some.pages.page_tokens, slots)
-    offsets = offsets % pages.page_tokens
-    numbers = page_numbers(pages, some.rows, torch.zeros_like(some.rows), columns)
-    if pages.coded is None:
-        found = (plane[numbers, :, offsets] for plane in (pages.key, pages.value))
-    else:
-        lane, sides = torch.zeros_like(slots), (pages.coded.key, pages.coded.value)
-        found = (decode_slots(side, numbers, offsets, lane).to(dtype) for side in sides)
-    key, value = (vectors.transpose(1, 2) for vectors in found)
-    return key, value
+    def _copied(self, rows: NDArray[np.int64], slots: Tensor, dtype: torch.dtype) -> LayerPages:
+        """Copy, or decode, slots [row, slot] to pages of their own."""
+        pages, (count, selected), device = self.pages, slots.shape, slots.device
+        page_tokens, (key_dim, value_dim) = pages.page_tokens, dims_of(pages)
+        columns, row = -(-selected // page_tokens), to_device(rows, device)
+        shape = count * columns, page_tokens * (key_dim + value_dim)
+        arena = torch.empty(shape, dtype=dtype, device=device)
+        border = page_tokens * key_dim
+        sides = (arena[:, :border], arena[:, border:])
+        key, value = (side.view(shape[0], 1, page_tokens, -1) for side in sides)
+        table = torch.arange(shape[0], dtype=torch.int32, device=device).view(count, 1, columns)
+        target = torch.arange(selected, device=device)
+        page, place = table[:, 0].long()[:, target // page_tokens], target % page_tokens
+        numbers = page_numbers(pages, row, torch.zeros_like(row), slots // page_tokens)
+        offsets = slots % page_tokens
+        for copy, name in ((key, KEY), (value, VALUE)):
+            if pages.coded is None:
+                found = getattr(pages, name)[numbers, :, offsets]
+            else:
+                side, lanes = getattr(pages.coded, name), torch.zeros_like(slots)
+                found = decode_slots(side, numbers, offsets, lanes)
+            copy[page, :, place] = found.to(dtype)
+        return LayerPages(key, value, table, torch.arange(count, device=device), 0, 1)
 
 
 def indexed_layer(

@@ -291,7 +291,7 @@ def attend_pages(
         rows, tokens = part.indices(query.device)
         sums = None if column_sums is None else column_sums[rows]
         if layer is not None and part.gathers:
-            attend = partial(layer.attend_decode, rows=part.rows, column_sums=sums)
+            attend = partial(layer.attend_decode, backend, rows=part.rows, column_sums=sums)
         else:
             selected = layer.seen(part.rows) if layer is not None and part.selects else None
             math = replace(math, selected=selected)
