@@ -365,11 +365,11 @@ def test_missing_dtype_is_float32(folder: Path):
             "gemma-4-31b",
             "bfloat16",
             [
-                "16 KV heads of 256 or 4 KV heads of 512",
+                "16 KV heads of 256 or 4 values of 512 + 128 rotated elements",
                 "window 1024 50 16 KV heads of 256 819,200 at most 1,039 tokens, 812.50 MiB",
-                "full 10 4 KV heads of 512 81,920 all tokens",
+                "full 10 4 values of 512 + 128 rotated elements 51,200 all tokens",
             ],
-            50 * 16 * 2 * 256 * 2 + 10 * 4 * 2 * 512 * 2,
+            50 * 16 * 2 * 256 * 2 + 10 * 4 * (512 + 128) * 2,
             0,
         ),
         (
