@@ -240,12 +240,15 @@ class IndexedLayer:
         pages, (count, selected), device = self.pages, slots.shape, slots.device
         page_tokens, (key_dim, value_dim) = pages.page_tokens, dims_of(pages)
         columns, row = -(-selected // page_tokens), to_device(rows, device)
-        shape = count * columns, page_tokens * (key_dim + value_dim)
-        arena = torch.empty(shape, dtype=dtype, device=device)
-        border = page_tokens * key_dim
-        sides = (arena[:, :border], arena[:, border:])
-        key, value = (side.view(shape[0], 1, page_tokens, -1) for side in sides)
-        table = torch.arange(shape[0], dtype=torch.int32, device=device).view(count, 1, columns)
+        num_pages, numbers_of = count * columns, page_tokens * (key_dim + value_dim)
+        arena = torch.empty(num_pages * numbers_of, dtype=dtype, device=device)
+        key, value = (  # explicit strides: a view of one page would not have that of pages
+            arena.as_strided(
+                (num_pages, 1, page_tokens, dim), (numbers_of, page_tokens * dim, dim, 1), begin
+            )
+            for dim, begin in ((key_dim, 0), (value_dim, page_tokens * key_dim))
+        )
+        table = torch.arange(num_pages, dtype=torch.int32, device=device).view(count, 1, columns)
         target = torch.arange(selected, device=device)
         page, place = table[:, 0].long()[:, target // page_tokens], target % page_tokens
         numbers = page_numbers(pages, row, torch.zeros_like(row), slots // page_tokens)

@@ -190,3 +190,23 @@ def test_selected_codes_are_decoded(backend, codec):
         torch.testing.assert_close(
             coded_sums[row, :, :count], sums[row, :, :count], atol=2e-2, rtol=2e-2
         )
+
+
+@any_backend
+@torch.inference_mode()
+def test_one_decode_row_of_one_page_of_selected_slots(backend):
+    lanes, latent = Layer.of(seed=3, evicted=False, indexed=True), projections()
+    row = StepShape.of(lanes.lanes.tokens[3:4])
+    query = torch.randn(1, HEADS, NOPE + ROPE, generator=torch.Generator().manual_seed(9))
+    whole = token_index()
+    own = {name: getattr(whole, name)[3:4] for name in ("query", "weights", "key")}
+    index = replace(whole, **own)
+    pages = replace(lanes.pages, rows=lanes.pages.rows[3:4])
+    plan = LatentPlan(backend, row, LaneSlots(lanes.lanes.slots[3:4], None), 16, 160)
+    math = AttentionMath(0.3, index=index, latent=latent, sinks=torch.linspace(-1, 1, HEADS))
+    fresh = tuple(x[3:4] for x in lanes.lanes.fresh())
+
+    alone = attend_pages(backend, plan, pages, math, query, fresh)
+    together, _ = lanes.attend(backend, whole, latent, query.expand(sum(TOKENS), -1, -1))
+
+    torch.testing.assert_close(alone[0], together[3], atol=1e-5, rtol=1e-5)
