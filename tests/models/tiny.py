@@ -67,6 +67,7 @@ _LEFT_UNSET = frozenset(
 
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
+_MAMBA: Mapping[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_expand": 2}
 OWN: Mapping[str, Mapping[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {
@@ -76,6 +77,11 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "layer_types": _ALTERNATING * 2,
         "num_hidden_layers": 4,
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
+    "bamba": {"attn_layer_indices": [1, 3], "num_hidden_layers": 4, **_MAMBA},
+    "granitemoehybrid": _MAMBA,
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10_000.0}},
     "falcon": {"new_decoder_architecture": True},
     "gemma3n_text": {

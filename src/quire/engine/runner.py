@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from quire.models.base import (
     Decoder,
     LayerByLayer,
     PagedAttention,
+    SequenceStates,
 )
 from quire.plan.weights import MAX_BATCHES
 from quire.sampling.logits import StepLogits
@@ -61,6 +63,10 @@ class StepBridge:
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return self._step.attend(call.layer, call.math, query, key, value, call.rotary, call.rope)
+
+    @property
+    def states(self) -> SequenceStates[Any]:
+        return self._step.states
 
     def chain(self, layers: Sequence[AttentionMath], heads: HeadBuffers) -> list[object] | None:
         return self._step.chain(layers, heads)

@@ -58,6 +58,12 @@ class PagedKV:
             if not group.private
             for index, layer in enumerate(group.layers)
         }
+        self.states = {
+            layer: (group, index)
+            for group in memory.layout.groups
+            if group.state is not None
+            for index, layer in enumerate(group.layers)
+        }
         self.readers = dict.fromkeys(self.place, 0)
         of = Counter[int]()
         for layer, source in memory.layout.shared:

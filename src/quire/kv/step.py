@@ -31,6 +31,7 @@ from quire.kernels.latent import LatentPlan, attend_pages
 from quire.kv.flat_batch import WHOLE_STEP, FlatBatch, StepPart
 from quire.kv.paged_kv import PagedKV, slot_bytes_of
 from quire.kv.pages import PageNumbers
+from quire.kv.states import StepStates
 from quire.kv.statistics import GroupWatch, Unrotates, positions_of, statistics_used, watch_group
 from quire.kv.token_precision import FullPrecisionStep, PromotedBuffer
 from quire.layout.pages import LaneGroup
@@ -301,7 +302,7 @@ class StepAttention:
         """
         kv, groups = self._kv, self._groups
         fits = self._offload is None and kv.rotated and self._pre_rope is None
-        fits = fits and not kv.memory.layout.shared and not kv.joined
+        fits = fits and not (kv.memory.layout.shared or kv.joined or kv.states)
         if kv.chains is None or not fits:
             return None
         calls = self._last.chained.calls_of(groups, layers, heads)
@@ -321,6 +322,11 @@ class StepAttention:
             for step in groups.values():
                 step.write_positions(self._positions)
         return calls
+
+    @cached_property
+    def states(self) -> StepStates:
+        """The recurrent states of the batch's rows."""
+        return StepStates(self._kv, self._batch, self._lengths)
 
     @property
     def _backend(self) -> AttentionBackend:

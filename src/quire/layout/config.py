@@ -189,6 +189,9 @@ DENSE_BESIDE_EXPERTS = frozenset({"gemma4_text", "longcat_flash"})
 TWO_ATTENTIONS = frozenset({"longcat_flash"})
 """Families whose decoder layers, counted by `num_layers`, have two attention layers each."""
 
+ATTENTION_AND_STATE = frozenset({"falcon_h1"})
+"""Families whose layers have attention and a recurrent state side by side."""
+
 WINDOW_IGNORED = frozenset({"llama"})
 """Families whose attention ignores `sliding_window`."""
 
@@ -196,13 +199,9 @@ REFUSED: Mapping[str, str] = {
     "cross_attention_layers": "it has cross-attention layers",
     "is_encoder_decoder": "it has an encoder",
     "type_vocab_size": "it is an encoder",
-    "conv_L_cache": "it mixes attention with convolutions",
     "block_configs": "its layers have different head counts",
-    "layers_block_type": "it mixes attention with recurrent layers",
     "hybrid_override_pattern": "it mixes attention with recurrent layers",
     "attn_layer_period": "it mixes attention with recurrent layers",
-    "mamba_d_state": "it mixes attention with recurrent layers",
-    "linear_num_key_heads": "it mixes attention with recurrent layers",
     "state_size": "it is recurrent and has no keys and values",
 }
 """Keys that, if set, mean that KV is not layers x heads x tokens, with the reason."""

@@ -1,5 +1,6 @@
 """Lane groups of a model's sequences, from the model's shape, KV format and statistics."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -8,7 +9,7 @@ from functools import partial
 from quire.layout.codec_names import codec_spec
 from quire.layout.codecs import CodecSpec
 from quire.layout.kv_format import KVFormat, read_format
-from quire.layout.model import HeadShape, ModelSpec
+from quire.layout.model import HeadShape, ModelSpec, StateSpec
 from quire.layout.pages import (
     INDEX,
     KEY,
@@ -23,7 +24,7 @@ from quire.layout.pages import (
 from quire.layout.statistics import Statistic
 from quire.layout.token_precision import FullPrecisionTokens, PromotedTokens, Records
 
-STATISTICS_CODEC = "float32"
+STATISTICS_CODEC = STATES_CODEC = "float32"
 
 
 def layout_for(
@@ -92,6 +93,7 @@ def layout_for(
             groups.append(_full_precision_group(group, form))
         if loses_order and form.promoted is not None and not group.page_class.is_plain:
             groups.append(_promoted_group(group, form.promoted))
+    groups.extend(_state_groups(model))
     shared = [
         (layer, spec.source) for layer, spec in enumerate(model.layers) if spec.source is not None
     ]
@@ -117,7 +119,7 @@ def _parts(model: ModelSpec, form: KVFormat) -> Iterator[_Part]:
     readers = Counter(layer.source for layer in model.layers)
     by_kind: dict[tuple[int | None, int | None], dict[tuple[HeadShape, int], list[int]]] = {}
     for number, (layer, heads) in enumerate(zip(model.layers, model.heads, strict=True)):
-        if layer.source is None:
+        if layer.stores:
             of_kind = by_kind.setdefault((layer.window, layer.chunk), {})
             of_kind.setdefault((heads, 1 + readers[number]), []).append(number)
     for window, chunk in sorted(by_kind, key=lambda kind: (kind[0] or 0, kind[1] or 0)):
@@ -138,6 +140,26 @@ def _index_codec(form: KVFormat) -> CodecSpec:
     """The codec of index keys, which are not quantized."""
     plain = [codec for codec in (form.key, form.value) if codec.is_plain]
     return plain[0] if plain else form.required_plain
+
+
+def _state_groups(model: ModelSpec) -> Iterator[LaneGroup]:
+    """Build a group for each shape of recurrent states: one page per layer and sequence."""
+    layers: dict[StateSpec, list[int]] = {}
+    for number, layer in enumerate(model.layers):
+        if layer.state is not None:
+            layers.setdefault(layer.state, []).append(number)
+    for number, (state, of_state) in enumerate(layers.items()):
+        planes = tuple(
+            PlaneSpec(name, codec_spec(STATES_CODEC), math.prod(shape[1:]), shape[0])
+            for name, shape in state.shapes.items()
+        )
+        yield LaneGroup(
+            name="state" if not number else f"state_{number + 1}",
+            page_class=PageClass(planes=planes, tokens=1),
+            layers=tuple(of_state),
+            records=1,
+            state=state,
+        )
 
 
 def _full_precision_group(group: LaneGroup, form: KVFormat) -> LaneGroup:

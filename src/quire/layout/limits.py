@@ -465,10 +465,8 @@ _BY_NAME: tuple[tuple[Refusal, str], ...] = (
     (COMPRESSED, "deepseek_v4"),
     (
         RECURRENT,
-        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 "
-        "lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe "
-        "qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv "
-        "xlstm zamba zamba2 zaya",
+        "falcon_mamba jamba mamba mamba2 minimax qwen4_exp qwen4_exp_text recurrent_gemma rwkv "
+        "xlstm zamba zaya",
     ),
     (
         ENCODER_DECODER,

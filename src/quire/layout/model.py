@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError, ModelError, UnsupportedModel
 from quire.layout.config import (
+    ATTENTION_AND_STATE,
     DENSE_BESIDE_EXPERTS,
     LAST_LAYER_FULL,
     LEARNED_POSITIONS,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:  # planning starts without NumPy
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 INDEXED = "indexed_attention"  # full attention to the tokens that an index selects
+RECURRENT, NO_CACHE = "linear_attention", "mlp"
 _KINDS = {
     FULL: FULL,
     INDEXED: FULL,
@@ -53,6 +55,12 @@ _KINDS = {
     SLIDING: SLIDING,
     "local": SLIDING,
     CHUNKED: CHUNKED,
+    RECURRENT: RECURRENT,
+    "conv": RECURRENT,
+    "mamba": RECURRENT,
+    "mamba2": RECURRENT,
+    NO_CACHE: NO_CACHE,
+    "moe": NO_CACHE,
 }
 
 
@@ -214,8 +222,33 @@ class HeadShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """The recurrent state of a layer: a fixed number of elements for each sequence.
+
+    Attributes:
+        conv: channels of a causal convolution, and its newest inputs that are stored; None: none.
+        recurrent: shape of the state of a scan; empty: none.
+        parameters: number of parameters of the layer's mixer.
+    """
+
+    conv: tuple[int, int] | None = None
+    recurrent: tuple[int, ...] = ()
+    parameters: int = 0
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each stored tensor of a sequence, by its name."""
+        found = {CONV: self.conv, RECURRENT_STATE: self.recurrent}
+        return {name: shape for name, shape in found.items() if shape}
+
+
+CONV, RECURRENT_STATE = "conv", "recurrent"
+"""Names of the tensors of a state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer's attention.
+    """One layer's attention and state.
 
     Attributes:
         window: sliding window W in tokens: a query at position p attends to positions > p - W.
@@ -227,6 +260,8 @@ class LayerSpec:
         heads: its heads if they differ from the other layers; None: those of the model.
         keys_from_values: keys and values have one projection, and the key is computed from the
             value.
+        attends: whether it has attention; otherwise it has a state or only an MLP.
+        state: its recurrent state; None: it has none.
     """
 
     window: int | None = None
@@ -234,11 +269,18 @@ class LayerSpec:
     source: int | None = None
     heads: HeadShape | None = None
     keys_from_values: bool = False
+    attends: bool = True
+    state: StateSpec | None = None
+
+    @property
+    def stores(self) -> bool:
+        """Whether it stores keys and values of its own."""
+        return self.attends and self.source is None
 
     @property
     def stores_all(self) -> bool:
         """Whether it stores the keys and values of all tokens: only such layers can evict."""
-        return self.source is None and self.window is None and self.chunk is None
+        return self.stores and self.window is None and self.chunk is None
 
     def seen_tokens(self, tokens: int) -> int:
         """Return how many of a sequence's `tokens` tokens its last one attends to."""
@@ -291,6 +333,13 @@ def read_layers(reader: ConfigReader, num_layers: int, heads: HeadShape) -> tupl
         kinds[-1] = FULL
     one_projection = reader.flag("attention_k_eq_v", default=False)
     sizes = {FULL: None, SLIDING: _window(reader), CHUNKED: _chunk(reader)}
+    state = _state(reader)
+    if RECURRENT in kinds and state is None:
+        raise UnsupportedModel(
+            f"{reader.model_type} models are not supported: Quire does not know the shape of their "
+            "recurrent states"
+        )
+    both = reader.model_type in ATTENTION_AND_STATE
     for kind, name in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
         if kind in kinds and sizes[kind] is None:
             raise reader.missing(name)
@@ -314,6 +363,8 @@ def read_layers(reader: ConfigReader, num_layers: int, heads: HeadShape) -> tupl
             source=sources[kind] if layer >= first_reader else None,
             heads=None if shape == heads else shape,
             keys_from_values=one_projection and kind == FULL,
+            attends=kind not in (RECURRENT, NO_CACHE),
+            state=state if both or kind == RECURRENT else None,
         )
         for layer, (kind, shape) in enumerate(zip(kinds, shapes, strict=True))
     )
@@ -323,6 +374,57 @@ _OF_A_LATENT_LAYER = (
     *("num_attention_heads", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim"),
     *("qk_nope_head_dim", "v_head_dim"),
 )
+
+
+def _state(reader: ConfigReader) -> StateSpec | None:
+    """The state of a recurrent layer, from the keys of its family."""
+    hidden = reader.integer("hidden_size", "n_embd", "n_embed", "d_model")
+    if reader.positive_integer("linear_num_value_heads"):  # gated delta rule
+        key_heads, heads, key_dim, value_dim, kernel = (
+            reader.integer(f"linear_{name}")
+            for name in (
+                *("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"),
+                "conv_kernel_dim",
+            )
+        )
+        keys, values = key_heads * key_dim, heads * value_dim
+        projections = hidden * (2 * keys + 3 * values + 2 * heads)
+        return StateSpec(
+            conv=(2 * keys + values, kernel),
+            recurrent=(heads, key_dim, value_dim),
+            parameters=projections + (2 * keys + values) * kernel + 2 * heads + value_dim,
+        )
+    if reader.positive_integer("linear_num_heads"):  # Kimi delta attention
+        heads, dim = reader.integer("linear_num_heads"), reader.integer("linear_head_dim")
+        width, kernel = heads * dim, reader.integer("linear_conv_kernel_dim")
+        projections = hidden * (4 * width + heads + 2 * dim) + 2 * dim * width
+        return StateSpec(
+            conv=(3 * width, kernel),
+            recurrent=(heads, dim, dim),
+            parameters=projections + 3 * width * kernel + heads + width + dim,
+        )
+    kernel = reader.positive_integer("conv_L_cache") or 0
+    if kernel:  # gated short convolution
+        return StateSpec(conv=(hidden, kernel), parameters=hidden * (4 * hidden + kernel))
+    heads = reader.positive_integer("mamba_n_heads", "mamba_num_heads", "n_mamba_heads") or 0
+    if not heads:
+        return None
+    state = reader.integer("mamba_d_state", "ssm_state_size")
+    groups = reader.positive_integer("mamba_n_groups", "n_groups", "mamba_ngroups") or 1
+    kernel = reader.integer("mamba_d_conv", "conv_kernel")
+    dim = reader.positive_integer("mamba_d_head", "mamba_head_dim", "mamba_headdim") or 0
+    width = heads * dim  # Mamba 2: state space duality
+    channels = width + 2 * groups * state
+    return StateSpec(
+        conv=(channels, kernel),
+        recurrent=(heads, dim, state),
+        parameters=hidden * (2 * width + channels - width + heads + width)
+        + channels * (kernel + 1)
+        + 3 * heads
+        + width,
+    )
+
+
 _OF_A_LAYER = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
 
 
@@ -486,9 +588,13 @@ def _window(reader: ConfigReader) -> int | None:
 
 
 def _kinds(reader: ConfigReader) -> list[object] | None:
-    kinds = reader.sequence("layer_types", "attention_layers")
+    kinds = reader.sequence("layer_types", "attention_layers", "layers_block_type")
     if kinds is not None:
         return kinds
+    attending = reader.sequence("attn_layer_indices")
+    if attending is not None:  # Bamba
+        layers = range(reader.num_layers() or 0)
+        return [FULL if layer in attending else RECURRENT for layer in layers]
     pairs = reader.sequence("attention_types")
     if pairs is None:
         return None
@@ -895,7 +1001,7 @@ class ModelSpec:
         heads = tuple(shape if layer.heads is None else layer.heads for layer in self.layers)
         object.__setattr__(self, "heads", heads)
         kinds = (replace(layer, source=layer.source and 0) for layer in self.layers)
-        counts = Counter(zip(kinds, heads, strict=True))
+        counts = Counter(pair for pair in zip(kinds, heads, strict=True) if pair[0].attends)
         attention = tuple((layer, shape, count) for (layer, shape), count in counts.items())
         object.__setattr__(self, "attention", attention)
         if len(self.layers) != self.num_layers:
@@ -989,7 +1095,18 @@ class ModelSpec:
     @property
     def kv_layers(self) -> int:
         """Number of layers that store keys and values."""
-        return sum(layer.source is None for layer in self.layers)
+        return sum(layer.stores for layer in self.layers)
+
+    @property
+    def state_values(self) -> int:
+        """Elements of the recurrent states of one sequence, of all layers."""
+        shapes = (
+            shape
+            for layer in self.layers
+            if layer.state is not None
+            for shape in layer.state.shapes.values()
+        )
+        return sum(map(math.prod, shapes))
 
     @property
     def kv_values_per_layer_token(self) -> float:
@@ -1002,7 +1119,7 @@ class ModelSpec:
         return sum(
             heads.values_per_token
             for heads, layer in zip(self.heads, self.layers, strict=True)
-            if layer.source is None
+            if layer.stores
         )
 
     def kv_bytes_per_token(self, bytes_per_value: int | float) -> int:
@@ -1028,7 +1145,7 @@ class ModelSpec:
         values = sum(
             layer.seen_tokens(tokens) * heads.values_per_token
             for heads, layer in zip(self.heads, self.layers, strict=True)
-            if layer.source is None or read_in_step
+            if layer.stores or (read_in_step and layer.attends)
         )
         return math.ceil(values * bytes_per_value)
 
@@ -1080,6 +1197,8 @@ class ModelSpec:
 
     def _projections(self, heads: HeadShape, layer: LayerSpec) -> tuple[int, int]:
         """Weights of a layer's projections of queries, keys and values, and of the output."""
+        if not layer.attends:
+            return 0, 0
         query_dim, output_dim = heads.projected_dims
         queries, outputs = heads.query_heads * query_dim, heads.query_heads * output_dim
         if heads.latent is not None and not layer.keys_from_values:
@@ -1106,10 +1225,13 @@ class ModelSpec:
         return layers + self._other_parameters
 
     def _attention_parameters(self, heads: HeadShape, layer: LayerSpec) -> int:
+        state = 0 if layer.state is None else layer.state.parameters
+        if not layer.attends:
+            return state
         qkv, outputs = self._projections(heads, layer)
         vectors = self.vectors.attention_parameters(heads, layer, qkv // self.hidden_size)
         output_bias = self.hidden_size if self.vectors.output_bias else 0
-        return qkv + outputs + vectors + output_bias
+        return qkv + outputs + vectors + output_bias + state
 
     @property
     def _other_parameters(self) -> int:

@@ -31,7 +31,7 @@ from quire.layout.statistics import Statistic
 from quire.layout.token_precision import FullPrecisionTokens, PromotedTokens
 
 if TYPE_CHECKING:  # planning starts without NumPy
-    from quire.layout.model import Counts
+    from quire.layout.model import Counts, StateSpec
 
 PAGE_ALIGNMENT_BYTES = 64  # a cache line; also keeps every typed view of a page aligned
 POSITION_BYTES = 4
@@ -279,6 +279,7 @@ class LaneGroup:
         statistic: set if its records are an attention statistic.
         full_precision: set if its records are full-precision tokens of `of`.
         promoted: set if its records are promoted tokens of `of`, in a finer codec.
+        state: set if its record is a recurrent state.
     """
 
     name: str
@@ -298,6 +299,7 @@ class LaneGroup:
     statistic: Statistic | None = None
     full_precision: FullPrecisionTokens | None = None
     promoted: PromotedTokens | None = None
+    state: "StateSpec | None" = None
 
     def __post_init__(self) -> None:
         if self.of is not None or self.records is not None:
@@ -358,6 +360,8 @@ class LaneGroup:
             return "promoted tokens"
         if self.statistic is not None:
             return "eviction statistics"
+        if self.state is not None:
+            return "recurrent states"
         return (
             " and ".join(plane.name for plane in self.page_class.planes) if self.private else "KV"
         )
@@ -414,7 +418,7 @@ class CacheLayout:
     @property
     def ends_by_layer(self) -> bool:
         """Whether all chunks of a prompt can be computed in a layer before the next layer."""
-        return not self.shared and not any(group.chunk for group in self.groups)
+        return not self.shared and not any(group.chunk or group.state for group in self.groups)
 
     def until_chunk_end(self, tokens: int) -> int | None:
         """Return the tokens from position `tokens` to the next end of a chunk; None: no chunks."""

@@ -4,9 +4,9 @@ A decoder runs every layer of the model on one flat batch of tokens. In each lay
 engine's attention. A decoder stores no keys or values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -71,6 +71,40 @@ class AttentionCall:
         )
 
 
+Part = TypeVar("Part", bound="StatePart")
+
+
+class StatePart(Protocol):
+    """Rows of a flat batch whose recurrent layers run in one call."""
+
+    @property
+    def tokens(self) -> Int[Tensor, " token"]:
+        """Their tokens in the batch, row by row."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Tokens of each row."""
+        ...
+
+
+class SequenceStates(Protocol[Part]):
+    """The recurrent states of the sequences of a flat batch."""
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """All rows of the batch."""
+        ...
+
+    def load(self, layer: int, part: Part) -> dict[str, Tensor] | None:
+        """Return the states [rows, *shape] of a layer, by name; None where sequences begin."""
+        ...
+
+    def store(self, layer: int, part: Part, states: Mapping[str, Tensor]) -> None:
+        """Overwrite the states of a layer."""
+        ...
+
+
 @runtime_checkable  # for the shape checks in tests
 class PagedAttention(Protocol):
     """Stores the keys and values of a flat batch, and attends over each sequence's cached tokens.
@@ -81,6 +115,8 @@ class PagedAttention(Protocol):
     token, the cosine between the residual stream before and after attention was added.
     If it has `takes_rope` set, a decoder may pass queries and keys before RoPE, with
     `AttentionCall.rope`; they may be overwritten.
+    If it has `states`, recurrent layers read and write the states of its sequences; otherwise each
+    token is a sequence of its own.
     If it has `hidden_rows`, its `note_hidden_states(states)` is called once at the end, with the
     hidden states of these rows of the batch after the last layer and its norm.
     """
@@ -302,9 +338,12 @@ class _MathRecorder(OwnValue):
 def attention_math(decoder: Decoder) -> tuple[AttentionMath, ...]:
     """Return the operations of each layer on its logits, from a forward of one token.
 
-    Layers pass them with each call; no key of config.json holds them for all architectures.
+    Layers pass them with each call; no key of config.json holds them for all architectures. Those
+    of layers without attention are not used.
     """
     token = torch.zeros(1, dtype=torch.int64, device=decoder.device)
     recorder = _MathRecorder()
     decoder.forward(token, token, token[:0], recorder)
-    return tuple(recorder.math[layer] for layer in range(decoder.spec.num_layers))
+    return tuple(
+        recorder.math.get(layer, AttentionMath(1.0)) for layer in range(decoder.spec.num_layers)
+    )

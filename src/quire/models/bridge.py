@@ -25,7 +25,9 @@ from quire.models.own_attention import (
     latent_heads,
     number_layers,
     replace_attention,
+    replace_recurrent,
     restore_attention,
+    restore_recurrent,
     tied_heads,
 )
 from quire.models.rotary import Rotary
@@ -141,6 +143,7 @@ def install(model: nn.Module) -> Bridge:
                 bridge.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     bridge.latents = {**latent_heads(model), **tied_heads(model)}
     replace_attention(model, attend_through_bridge, lambda: bridge.attention is not None)
+    replace_recurrent(model, lambda: bridge.attention)
     return bridge
 
 
@@ -161,6 +164,7 @@ def _with_length(
 def uninstall(model: nn.Module) -> None:
     """Remove the bridge from every module."""
     restore_attention(model)
+    restore_recurrent(model)
     for module in model.modules():
         bridge = vars(module).pop(BRIDGE_ATTRIBUTE, None)
         while bridge is not None and bridge.hooks:

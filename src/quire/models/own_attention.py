@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from quire.kernels.backend import Alibi, TokenIndex
 from quire.kernels.latent import LatentHeads, TiedHeads
+from quire.models.recurrent import StateCache, is_recurrent, run_recurrent
 
 Attend = Callable[..., tuple[Tensor, None]]
 """Attention of a module, called as by Transformers; see `bridge.attend_through_bridge`."""
@@ -316,6 +317,42 @@ def number_layers(model: nn.Module) -> None:
     numberless = (module for module, own in _modules(model) if not own.has_number)
     for number, module in enumerate(numberless):
         vars(module)["layer_idx"] = number
+
+
+def replace_recurrent(model: nn.Module, current: Callable[[], object | None]) -> None:
+    """Replace the forward of recurrent modules by one over the states of a flat batch.
+
+    Args:
+        model: a causal language model.
+        current: returns the attention of the forward in progress; None: there is none.
+    """
+    for module in filter(is_recurrent, model.modules()):
+        vars(module)["forward"] = _over_states(module, module.forward, current)
+
+
+def restore_recurrent(model: nn.Module) -> None:
+    """Undo `replace_recurrent`."""
+    for module in filter(is_recurrent, model.modules()):
+        vars(module).pop("forward", None)
+
+
+def _over_states(
+    module: Any, original: Callable[..., Tensor], current: Callable[[], object | None]
+) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def forward(hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+        attention = current()
+        if attention is None:
+            return original(hidden_states, *args, **options)
+        # positions and lengths in the options are those of the flat batch
+
+        def run(inputs: Tensor, cache: StateCache | None) -> Tensor:
+            return original(inputs, cache=cache, attention_mask=None)
+
+        states = getattr(attention, "states", None)
+        return run_recurrent(states, module.layer_idx, hidden_states, run)
+
+    return forward
 
 
 def replace_attention(model: nn.Module, attend: Attend, is_active: Callable[[], bool]) -> None:

@@ -80,8 +80,8 @@ _CAPABILITIES: tuple[tuple[Applies, Refusal], ...] = (
     (_unless(_SHARING, _truthy("num_kv_shared_layers")), SHARED_KV),
     (_unless(_CHUNKED, _truthy("attention_chunk_size")), CHUNKED),
     (_unless(_CHUNKED, _has_layer_type("chunked_attention")), CHUNKED),
-    (_truthy("layers_block_type", "block_types", "mamba_d_state", "state_size"), RECURRENT),
-    (_has_layer_type("linear_attention", "conv", "mamba", "recurrent", "hybrid"), RECURRENT),
+    (_truthy("block_types", "state_size"), RECURRENT),
+    (_has_layer_type("recurrent", "hybrid"), RECURRENT),
 )
 
 

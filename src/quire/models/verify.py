@@ -6,8 +6,9 @@ flat batch, in two chunks, over cached keys.
 """
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from quire.errors import ModelError, UnsupportedModel
 from quire.kernels.backend import TokenIndex
 from quire.layout.model import LayerSpec, ModelSpec
-from quire.models.base import AttentionCall, Comparable, PagedAttention
+from quire.models.base import AttentionCall, Comparable, SequenceStates
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ def _flat_logits(decoder: Comparable, sequences: list[Tensor]) -> list[Tensor]:
 class _Recorder:
     # Forwards attention calls, and checks each call against the spec.
 
-    def __init__(self, decoder: Comparable, attention: PagedAttention) -> None:
+    def __init__(self, decoder: Comparable, attention: "ReferenceBatch") -> None:
         self._spec = decoder.spec
         self._dtype = decoder.dtype
         self._attention = attention
@@ -144,6 +145,10 @@ class _Recorder:
             self._expect(call, f"{name} type", tensor.dtype, self._dtype)
         return self._attention.attend(call, query, key, value)
 
+    @property
+    def states(self) -> SequenceStates[Any]:
+        return self._attention.states
+
     def _expect_stored(self, call: AttentionCall, source: int, key: Tensor, value: Tensor) -> None:
         """Check that a layer attends to the keys and values of another layer, as that one does."""
         stored, *found = self._stored[source]
@@ -152,7 +157,7 @@ class _Recorder:
         self._expect(call, "scale", call.scale, stored.scale)
 
     def check_layers(self) -> None:
-        expected = list(range(self._spec.num_layers))
+        expected = [n for n, layer in enumerate(self._spec.layers) if layer.attends]
         if self._layers != expected:
             raise UnsupportedModel(
                 f"{self._spec.architecture}: expected one attention call of each of "
@@ -235,6 +240,7 @@ class DenseAttention:
 
     def __init__(self) -> None:
         self._lanes: dict[tuple[Hashable, int], DenseLane] = {}
+        self.states: dict[tuple[Hashable, int], dict[str, Tensor]] = {}
 
     def batch(
         self,
@@ -258,6 +264,10 @@ class ReferenceBatch:
     positions: tuple[int, ...]
     spec: ModelSpec | None = None
     marks: dict[Hashable, Tensor] = field(default_factory=dict)  # selected slots, by sequence
+
+    @property
+    def states(self) -> "_States":
+        return _States(self)
 
     def attend(
         self,
@@ -300,6 +310,47 @@ class ReferenceBatch:
             marks = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, slots, value=True)
             self.marks[sequence] = marks.to(seen.device)
         return self.marks[sequence]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Tokens of one sequence in a batch."""
+
+    sequence: Hashable
+    tokens: Tensor
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """Recurrent states of the sequences of a batch; each runs alone."""
+
+    batch: ReferenceBatch
+
+    @property
+    def parts(self) -> list[_Rows]:
+        sequences = self.batch.sequences
+        return [
+            _Rows(one, torch.tensor([n for n, owner in enumerate(sequences) if owner == one]))
+            for one in dict.fromkeys(sequences)
+        ]
+
+    def load(self, layer: int, part: _Rows) -> dict[str, Tensor] | None:
+        found = self.batch.store.states.get((part.sequence, layer))
+        return None if found is None else {name: state.clone() for name, state in found.items()}
+
+    def store(self, layer: int, part: _Rows, states: Mapping[str, Tensor]) -> None:
+        shapes = {name: tuple(state.shape[1:]) for name, state in states.items()}
+        known = self.batch.layers[layer].state if self.batch.layers else None
+        if self.batch.layers and shapes != (known and known.shapes):
+            raise UnsupportedModel(
+                f"layer {layer} has recurrent states of shapes {shapes}, but its config has "
+                f"{known and known.shapes}"
+            )
+        self.batch.store.states[part.sequence, layer] = dict(states)
 
 
 def visible(

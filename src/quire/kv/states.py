@@ -1,0 +1,97 @@
+"""Recurrent states in pages: a page of a layer and a sequence holds its whole state.
+
+A state is read and written once per step and layer, in float32: the rows of a step that decode
+together, and each chunk of a prompt alone.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.kernels.device_copies import to_device
+from quire.kv.flat_batch import FlatBatch
+from quire.kv.paged_kv import PagedKV
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """Rows of a flat batch whose recurrent layers run in one call.
+
+    Attributes:
+        rows: their indices in the batch.
+        tokens: their tokens in the batch, row by row.
+        length: tokens of each row.
+        is_fresh: whether they begin here, without a state.
+    """
+
+    rows: NDArray[np.int64]
+    tokens: Int[Tensor, " token"]
+    length: int
+    is_fresh: bool
+
+
+class StepStates:
+    """The recurrent states of the rows of a flat batch.
+
+    Args:
+        kv: pages and tables.
+        batch: the rows.
+        lengths: tokens of all table rows, those of the batch included.
+    """
+
+    def __init__(self, kv: PagedKV, batch: FlatBatch, lengths: NDArray[np.int64]) -> None:
+        self._kv, self._batch = kv, batch
+        self._before = lengths[batch.rows] - batch.shape.tokens
+
+    @cached_property
+    def parts(self) -> list[StatePart]:
+        """All rows: those that decode together, and each other row alone."""
+        tokens, starts = self._batch.shape.tokens, self._batch.shape.starts
+        together = np.flatnonzero((tokens == 1) & (self._before > 0))
+        found = [StatePart(together, self._tensor(starts[together]), 1, is_fresh=False)]
+        for row in np.flatnonzero((tokens > 1) | (self._before == 0)).tolist():
+            own = np.arange(starts[row], starts[row] + tokens[row])
+            fresh = bool(self._before[row] == 0)
+            part = StatePart(np.array([row]), self._tensor(own), int(tokens[row]), is_fresh=fresh)
+            found.append(part)
+        return [part for part in found if len(part.rows)]
+
+    def load(self, layer: int, part: StatePart) -> dict[str, Tensor] | None:
+        """Return copies of the states [rows, *shape] of a layer; None where they begin."""
+        if part.is_fresh:
+            return None
+        pages, planes, shapes = self._place(layer, part)
+        return {
+            name: plane[pages, :, 0].reshape(len(part.rows), *shapes[name])
+            for name, plane in planes.items()
+        }
+
+    def store(self, layer: int, part: StatePart, states: Mapping[str, Tensor]) -> None:
+        """Overwrite the states of a layer."""
+        pages, planes, shapes = self._place(layer, part)
+        for name, plane in planes.items():
+            shape = shapes[name]
+            flat = states[name].reshape(len(part.rows), shape[0], prod(shape[1:]))
+            plane[pages, :, 0] = flat.to(plane.dtype)
+
+    def _place(
+        self, layer: int, part: StatePart
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, tuple[int, ...]]]:
+        group, index = self._kv.states[layer]
+        assert group.state is not None, "a group of states"
+        rows = self._batch.rows[part.rows]
+        pages = self._tensor(self._kv.memory.tables[group.name].pages[rows, index, 0])
+        shapes = group.state.shapes
+        planes = self._kv.store.views(group.page_class).planes
+        return pages, {name: planes[name][0] for name in shapes}, shapes
+
+    def _tensor(self, numbers: NDArray[np.generic]) -> Tensor:
+        device: torch.device = self._kv.store.device
+        return to_device(np.asarray(numbers, dtype=np.int64), device)
