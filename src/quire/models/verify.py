@@ -344,11 +344,13 @@ class _States:
 
     def store(self, layer: int, part: _Rows, states: Mapping[str, Tensor]) -> None:
         shapes = {name: tuple(state.shape[1:]) for name, state in states.items()}
-        known = self.batch.layers[layer].state if self.batch.layers else None
-        if self.batch.layers and shapes != (known and known.shapes):
+        spec = self.batch.spec
+        state = None if spec is None else spec.layers[layer].state
+        expected = {} if state is None else state.shapes
+        if spec is not None and shapes != expected:
             raise UnsupportedModel(
-                f"layer {layer} has recurrent states of shapes {shapes}, but its config has "
-                f"{known and known.shapes}"
+                f"{spec.architecture}: layer {layer} has recurrent states of shapes {shapes}, but "
+                f"its config has {expected}"
             )
         self.batch.store.states[part.sequence, layer] = dict(states)
 
