@@ -269,8 +269,9 @@ class Bench:
         config = ScheduleConfig(**{"max_num_seqs": 8, "admission": "optimistic", **schedule})
         probe = Engine(self.loaded, kv_config(memory="64MiB", **options), config)
         peaks = probe.scheduler.peaks
-        one = peaks.peak_bytes(Need(LONGEST, eviction=probe.pool.eviction.spec))
-        return Engine(self.loaded, kv_config(memory=int(room * one), **options), config)
+        need = Need(LONGEST, eviction=probe.pool.eviction.spec)
+        memory = max(int(room * peaks.peak_bytes(need)), peaks.fitting_bytes(need))
+        return Engine(self.loaded, kv_config(memory=memory, **options), config)
 
     def run(self, engine: Engine, names: Sequence[str] = ("r0", "r1")) -> Recorder:
         """Run requests together, with the tokens of Transformers."""

@@ -42,13 +42,13 @@ _SAME: Mapping[int, str] = {
     "num_local_experts num_experts n_routed_experts moe_num_experts linear_num_value_heads "
     "mamba_num_heads linear_conv_kernel_dim mamba_d_conv conv_kernel",
     2: "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads num_experts_per_tok "
-    "moe_k moe_topk moe_top_k top_k_experts max_window_layers linear_num_key_heads "
-    "zero_expert_num no_rope_layer_interval attn_layer_period n_groups mamba_n_groups "
-    "mamba_ngroups",
+    "num_experts_per_token moe_k moe_topk moe_top_k top_k_experts max_window_layers "
+    "linear_num_key_heads zero_expert_num no_rope_layer_interval attn_layer_period n_groups "
+    "mamba_n_groups mamba_ngroups",
     1: "n_shared_experts num_shared_experts moe_num_shared_experts n_group topk_group "
     "first_k_dense_replace moe_layer_start_index num_dense_layers attn_layer_offset",
     MAX_POSITIONS: "max_position_embeddings n_positions max_seq_len n_ctx seq_length "
-    "max_sequence_length",
+    "max_sequence_length model_max_length",
 }
 SIZES: Mapping[str, int] = {name: value for value, names in _SAME.items() for name in names.split()}
 """Values of attributes, in all types."""
@@ -67,6 +67,10 @@ _LEFT_UNSET = frozenset(
 
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
+_HYBRID: Mapping[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+}
 _MAMBA: Mapping[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_expand": 2}
 OWN: Mapping[str, Mapping[str, Any]] = {
     "cohere_compass_text": {
@@ -80,7 +84,28 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "bamba": {"attn_layer_indices": [1, 3], "num_hidden_layers": 4, **_MAMBA},
-    "granitemoehybrid": _MAMBA,
+    "granitemoehybrid": {**_HYBRID, **_MAMBA},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2,
+        "moe_shared_expert_intermediate_size": 48,
+        "time_step_min": 1e-30,  # a bound in Transformers' scan, which its decode ignores
+    },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_hidden_layers": 4,
+        "n_mamba_heads": 4,
+        "adapter_rank": 8,
+        "time_step_min": 1e-30,
+    },
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_hidden_layers": 4,
+        "n_mamba_heads": 2,
+        "mamba_dt_rank": 8,
+    },
+    "jamba": {"num_hidden_layers": 4, "mamba_dt_rank": 8},
+    "kimi_linear": {**_HYBRID, "linear_num_heads": 4, "linear_head_dim": 16},
+    "bailing_hybrid": {**_HYBRID, "n_group": 1, "topk_group": 1},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10_000.0}},
     "falcon": {"new_decoder_architecture": True},

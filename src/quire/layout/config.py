@@ -153,7 +153,8 @@ UNGATED = frozenset(
     {
         "apertus", "arcee", "biogpt", "bloom", "codegen", "ctrl", "falcon", "fuyu", "gpt2",
         "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "jais2", "mpt",
-        "nanochat", "nemotron", "openai-gpt", "opt", "persimmon", "phi", "starcoder2", "xglm",
+        "nanochat", "nemotron", "nemotron_h", "openai-gpt", "opt", "persimmon", "phi",
+        "starcoder2", "xglm",
     }
 )  # fmt: skip
 """Families whose MLP has no gate; the default of its width is 4 * hidden size."""
@@ -200,9 +201,6 @@ REFUSED: Mapping[str, str] = {
     "is_encoder_decoder": "it has an encoder",
     "type_vocab_size": "it is an encoder",
     "block_configs": "its layers have different head counts",
-    "hybrid_override_pattern": "it mixes attention with recurrent layers",
-    "attn_layer_period": "it mixes attention with recurrent layers",
-    "state_size": "it is recurrent and has no keys and values",
 }
 """Keys that, if set, mean that KV is not layers x heads x tokens, with the reason."""
 _NESTED = ("text_config", "language_config", "llm_config")
@@ -213,10 +211,10 @@ SIZES = (
     ("hidden_size", "n_embd", "n_embed", "d_model"),
     ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
     ("num_key_value_heads", "num_kv_heads"),
-    ("head_dim", "kv_channels"),
+    ("head_dim", "attention_head_dim", "kv_channels"),
     ("vocab_size",),
     ("intermediate_size", "ffn_dim", "n_inner", "dff"),
-    ("max_position_embeddings", "n_positions"),
+    ("max_position_embeddings", "n_positions", "model_max_length"),
     ("word_embed_proj_dim",),
 )
 """Keys of sizes that are 1 or more in every model, with their aliases."""
@@ -360,6 +358,9 @@ class ConfigReader:
         """
         name, _ = self._named("num_hidden_layers", "n_layer", "n_layers", "num_layers")
         value = self.positive_integer(name)
+        kinds = self.find("layers_block_type", "hybrid_override_pattern")
+        if value is None and isinstance(kinds, str | list | tuple):  # Nemotron-H
+            value = len(kinds)
         if value is not None and value > MAX_LAYERS:
             raise ModelError(f"config.json: {name!r} is {value}, expected {MAX_LAYERS} at most")
         pairs = name == "num_layers" and self.model_type in TWO_ATTENTIONS

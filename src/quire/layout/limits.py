@@ -465,8 +465,8 @@ _BY_NAME: tuple[tuple[Refusal, str], ...] = (
     (COMPRESSED, "deepseek_v4"),
     (
         RECURRENT,
-        "falcon_mamba jamba mamba mamba2 minimax qwen4_exp qwen4_exp_text recurrent_gemma rwkv "
-        "xlstm zamba zaya",
+        "falcon_mamba mamba mamba2 minimax qwen4_exp qwen4_exp_text recurrent_gemma rwkv "
+        "xlstm zaya",
     ),
     (
         ENCODER_DECODER,

@@ -12,7 +12,7 @@ has full attention; and `max_window_layers`, below which all layers have full at
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # planning starts without NumPy
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 INDEXED = "indexed_attention"  # full attention to the tokens that an index selects
-RECURRENT, NO_CACHE = "linear_attention", "mlp"
+RECURRENT, HYBRID, NO_CACHE = "linear_attention", "hybrid", "mlp"
 _KINDS = {
     FULL: FULL,
     INDEXED: FULL,
@@ -59,9 +59,11 @@ _KINDS = {
     "conv": RECURRENT,
     "mamba": RECURRENT,
     "mamba2": RECURRENT,
+    HYBRID: HYBRID,
     NO_CACHE: NO_CACHE,
     "moe": NO_CACHE,
 }
+_LETTERS = {"M": RECURRENT, "*": FULL, "-": NO_CACHE, "E": "moe"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,12 +336,11 @@ def read_layers(reader: ConfigReader, num_layers: int, heads: HeadShape) -> tupl
     one_projection = reader.flag("attention_k_eq_v", default=False)
     sizes = {FULL: None, SLIDING: _window(reader), CHUNKED: _chunk(reader)}
     state = _state(reader)
-    if RECURRENT in kinds and state is None:
+    if not {RECURRENT, HYBRID}.isdisjoint(kinds) and state is None:
         raise UnsupportedModel(
             f"{reader.model_type} models are not supported: Quire does not know the shape of their "
             "recurrent states"
         )
-    both = reader.model_type in ATTENTION_AND_STATE
     for kind, name in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
         if kind in kinds and sizes[kind] is None:
             raise reader.missing(name)
@@ -364,7 +365,7 @@ def read_layers(reader: ConfigReader, num_layers: int, heads: HeadShape) -> tupl
             heads=None if shape == heads else shape,
             keys_from_values=one_projection and kind == FULL,
             attends=kind not in (RECURRENT, NO_CACHE),
-            state=state if both or kind == RECURRENT else None,
+            state=state if kind in (RECURRENT, HYBRID) else None,
         )
         for layer, (kind, shape) in enumerate(zip(kinds, shapes, strict=True))
     )
@@ -394,9 +395,17 @@ def _state(reader: ConfigReader) -> StateSpec | None:
             recurrent=(heads, key_dim, value_dim),
             parameters=projections + (2 * keys + values) * kernel + 2 * heads + value_dim,
         )
-    if reader.positive_integer("linear_num_heads"):  # Kimi delta attention
-        heads, dim = reader.integer("linear_num_heads"), reader.integer("linear_head_dim")
-        width, kernel = heads * dim, reader.integer("linear_conv_kernel_dim")
+    in_groups = reader.find("layer_group_size") is not None  # Bailing: heads of both kinds agree
+    of_groups = ("num_attention_heads",) if in_groups else ()
+    found = reader.positive_integer("linear_num_heads", "linear_attn_config.num_heads", *of_groups)
+    if found is not None:  # Kimi delta attention
+        heads = found
+        dim = reader.integer("linear_head_dim", "linear_attn_config.head_dim", "head_dim")
+        width = heads * dim
+        kernel = reader.integer(
+            "linear_conv_kernel_dim",
+            *("linear_attn_config.short_conv_kernel_size", "short_conv_kernel_size"),
+        )
         projections = hidden * (4 * width + heads + 2 * dim) + 2 * dim * width
         return StateSpec(
             conv=(3 * width, kernel),
@@ -406,19 +415,38 @@ def _state(reader: ConfigReader) -> StateSpec | None:
     kernel = reader.positive_integer("conv_L_cache") or 0
     if kernel:  # gated short convolution
         return StateSpec(conv=(hidden, kernel), parameters=hidden * (4 * hidden + kernel))
-    heads = reader.positive_integer("mamba_n_heads", "mamba_num_heads", "n_mamba_heads") or 0
-    if not heads:
+    return _mamba_state(reader, hidden)
+
+
+def _mamba_state(reader: ConfigReader, hidden: int) -> StateSpec | None:
+    """The state of a Mamba layer: a selective scan of channels, or (Mamba 2) of heads."""
+    state = reader.positive_integer("mamba_d_state", "ssm_state_size", "state_size")
+    if state is None:
         return None
-    state = reader.integer("mamba_d_state", "ssm_state_size")
-    groups = reader.positive_integer("mamba_n_groups", "n_groups", "mamba_ngroups") or 1
+    own = ("num_heads",) if reader.model_type == "mamba2" else ()
+    heads = reader.positive_integer("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", *own)
     kernel = reader.integer("mamba_d_conv", "conv_kernel")
-    dim = reader.positive_integer("mamba_d_head", "mamba_head_dim", "mamba_headdim") or 0
-    width = heads * dim  # Mamba 2: state space duality
+    inner = reader.positive_integer("mamba_d_ssm")
+    inner = inner or hidden * (reader.positive_integer("mamba_expand", "expand") or 2)
+    if heads is None or reader.find("mamba_dt_rank") is not None:
+        of_rank = reader.find("mamba_dt_rank", "time_step_rank")
+        rank = of_rank if isinstance(of_rank, int) else -(-hidden // 16)
+        norms = rank + 2 * state if reader.model_type == "jamba" else 0
+        return StateSpec(
+            conv=(inner, kernel),
+            recurrent=(inner, state) if heads is None else (heads, inner // heads, state),
+            parameters=inner * (3 * hidden + kernel + 3 + 2 * rank + 3 * state) + norms,
+        )
+    groups = reader.positive_integer("mamba_n_groups", "n_groups", "mamba_ngroups") or 1
+    dims = ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
+    automatic = reader.find(*dims) in (None, "auto")  # Mamba 2 alone has `head_dim`
+    dim = inner // heads if automatic else reader.integer(*dims)
+    width = heads * dim
     channels = width + 2 * groups * state
     return StateSpec(
         conv=(channels, kernel),
         recurrent=(heads, dim, state),
-        parameters=hidden * (2 * width + channels - width + heads + width)
+        parameters=hidden * (2 * width + channels + heads)
         + channels * (kernel + 1)
         + 3 * heads
         + width,
@@ -588,18 +616,48 @@ def _window(reader: ConfigReader) -> int | None:
 
 
 def _kinds(reader: ConfigReader) -> list[object] | None:
+    if reader.model_type in ATTENTION_AND_STATE:
+        return [HYBRID] * (reader.num_layers() or 0)
     kinds = reader.sequence("layer_types", "attention_layers", "layers_block_type")
     if kinds is not None:
         return kinds
-    attending = reader.sequence("attn_layer_indices")
-    if attending is not None:  # Bamba
-        layers = range(reader.num_layers() or 0)
-        return [FULL if layer in attending else RECURRENT for layer in layers]
+    letters = reader.find("hybrid_override_pattern")
+    if isinstance(letters, str):  # Nemotron-H
+        return [_LETTERS.get(letter, letter) for letter in letters]
+    attending = _attending(reader)
+    if attending is not None:
+        return [
+            FULL if attending(layer) else RECURRENT for layer in range(reader.num_layers() or 0)
+        ]
     pairs = reader.sequence("attention_types")
     if pairs is None:
         return None
     # GPT-Neo: [[["global", "local"], 12]] repeats the inner list twelve times
     return [kind for pair in pairs for kind in _repeated(pair)]
+
+
+def _attending(reader: ConfigReader) -> Callable[[int], bool] | None:
+    """Whether a layer of a hybrid has attention, from its number; None: the config has no rule."""
+    listed = reader.sequence("attn_layer_indices", "full_attn_idxs")
+    if listed is not None:  # Bamba, LFM2
+        return lambda layer: layer in listed
+    from_one = reader.sequence("linear_attn_config.full_attn_layers")
+    if from_one is not None:  # Kimi Linear
+        return lambda layer: layer + 1 in from_one
+    last = reader.positive_integer("full_attention_interval", "layer_group_size")
+    if last is not None:  # Qwen3-Next, Bailing
+        return lambda layer: (layer + 1) % last == 0
+    period = reader.positive_integer("attn_layer_period")
+    if period is None:
+        return None
+    offset = reader.optional_integer("attn_layer_offset") or 0  # Jamba
+    return lambda layer: layer % period == offset
+
+
+def _layers_alone(reader: ConfigReader) -> list[object] | None:
+    """Kinds of layers of which each is attention, a state or an MLP; None: all have an MLP."""
+    kinds = _kinds(reader) or []
+    return kinds if NO_CACHE in kinds or "moe" in kinds else None
 
 
 def _repeated(pair: object) -> Iterator[object]:
@@ -693,7 +751,11 @@ def read_mixture(reader: ConfigReader, num_layers: int) -> MixtureSpec | None:
 
 
 def _shared_size(reader: ConfigReader, expert_size: int) -> int:
-    width = reader.optional_integer("shared_expert_intermediate_size", "shared_intermediate_size")
+    width = reader.optional_integer(
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+    )
     if width is not None:
         return width
     shared = reader.optional_integer("n_shared_experts", "moe_num_shared_experts")
@@ -702,6 +764,9 @@ def _shared_size(reader: ConfigReader, expert_size: int) -> int:
 
 def _expert_layers(reader: ConfigReader, num_layers: int) -> Collection[int]:
     """Layers with experts, if the model has experts."""
+    alone = _layers_alone(reader)
+    if alone is not None:
+        return [layer for layer, kind in enumerate(alone) if kind == "moe"]
     kinds = reader.sequence("mlp_layer_types")
     if kinds is not None:
         if len(kinds) != num_layers:
@@ -886,6 +951,7 @@ _IMPLIED: Mapping[str, Mapping[str, bool | int | str]] = {
         "sinks": ALL,
     },
     "mimo_v2_flash": {"sinks": IN_WINDOWS},
+    "nemotron_h": {"layer_norms": 1},
     "olmo2": {"query_key_norm": PER_PROJECTION},
     "olmo3": {"query_key_norm": PER_PROJECTION},
     "opt": _ALL_BIASES,
@@ -1028,6 +1094,7 @@ class ModelSpec:
         max_positions = reader.integer(
             "max_position_embeddings",
             "n_positions",
+            "model_max_length",
             "max_sequence_length",
             "max_seq_len",
             "seq_length",
@@ -1039,7 +1106,12 @@ class ModelSpec:
         layers, mixture = read_layers(reader, num_layers, heads), read_mixture(reader, num_layers)
         dense_sizes = _dense_sizes(reader, layers, hidden_size)
         widest = max(dense_sizes)
-        if mixture is not None and kind not in DENSE_BESIDE_EXPERTS:
+        alone = _layers_alone(reader)
+        if alone is not None:
+            dense_sizes = tuple(
+                size for size, kind in zip(dense_sizes, alone, strict=True) if kind == NO_CACHE
+            )
+        elif mixture is not None and kind not in DENSE_BESIDE_EXPERTS:
             sparse = _expert_layers(reader, num_layers)
             dense_sizes = tuple(s for layer, s in enumerate(dense_sizes) if layer not in sparse)
         return cls(
@@ -1062,7 +1134,9 @@ class ModelSpec:
             embedding_size=reader.positive_integer("word_embed_proj_dim"),
             mixture=mixture,
             vectors=read_vectors(reader),
-            dense_sizes=None if set(dense_sizes) == {widest} and mixture is None else dense_sizes,
+            dense_sizes=None
+            if mixture is None and dense_sizes == (widest,) * num_layers
+            else dense_sizes,
             extra=read_extra(reader),
         )
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from quire.kernels.backend import Alibi, TokenIndex
 from quire.kernels.latent import LatentHeads, TiedHeads
-from quire.models.recurrent import StateCache, is_recurrent, run_recurrent
+from quire.models.recurrent import StateCache, continued, is_recurrent, run_recurrent
 
 Attend = Callable[..., tuple[Tensor, None]]
 """Attention of a module, called as by Transformers; see `bridge.attend_through_bridge`."""
@@ -317,6 +317,11 @@ def number_layers(model: nn.Module) -> None:
     numberless = (module for module, own in _modules(model) if not own.has_number)
     for number, module in enumerate(numberless):
         vars(module)["layer_idx"] = number
+    hybrid: Any
+    for hybrid in model.modules():  # Zamba: attention of a block that layers share has no number
+        for module in hybrid.modules() if hasattr(hybrid, "mamba_decoder") else ():
+            if vars(module).get("layer_idx", 0) in (None, -1):
+                vars(module)["layer_idx"] = hybrid.mamba_decoder.layer_idx
 
 
 def replace_recurrent(model: nn.Module, current: Callable[[], object | None]) -> None:
@@ -347,7 +352,8 @@ def _over_states(
         # positions and lengths in the options are those of the flat batch
 
         def run(inputs: Tensor, cache: StateCache | None) -> Tensor:
-            return original(inputs, cache=cache, attention_mask=None)
+            call = continued(module, original, inputs, cache)
+            return call(inputs, cache=cache, attention_mask=None)
 
         states = getattr(attention, "states", None)
         return run_recurrent(states, module.layer_idx, hidden_states, run)

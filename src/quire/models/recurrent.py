@@ -7,7 +7,9 @@ states that it reads in place, so each call gets copies, which are written back 
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,6 +70,82 @@ def is_recurrent(module: nn.Module) -> bool:
     """Whether a module updates a recurrent state through the cache protocol."""
     forward = inspect.unwrap(type(module).forward)
     return "update_conv_state" in forward.__code__.co_names
+
+
+_SCAN = "mamba_selective_scan"
+_SCAN_TOKENS = 64  # whose states are computed together: [rows, channels, tokens, state] in memory
+
+
+def selective_scan(
+    inputs: Tensor,
+    steps: Tensor,
+    decay: Tensor,
+    keys: Tensor,
+    queries: Tensor,
+    *,
+    initial: Iterator[Tensor] | None,
+    **options: Any,
+) -> Any:
+    """Mamba's selective scan, from a state; Transformers' own begins with zeros.
+
+    Source: Gu and Dao 2023, arXiv 2312.00752, section 3.2; names as in its code.
+
+    Args:
+        inputs: [rows, channels, tokens].
+        steps: [rows, channels, tokens], delta; `delta_bias` [channels] is added.
+        decay: [channels, state], A: logarithms of what a step of 1 retains.
+        keys: [rows, state, tokens], B.
+        queries: [rows, state, tokens], C.
+        initial: its next item is the state [rows, channels, state]; None: zeros.
+        options: of Transformers' scan; `D` [channels] is a factor on inputs that are added to the
+            outputs, and `z` [rows, channels, tokens] is a gate.
+
+    Returns:
+        [rows, channels, tokens]; with `return_last_state` also the last state, in float32.
+    """
+    if options.get("delta_bias") is not None:
+        steps = steps + options["delta_bias"].to(steps.dtype)[..., None]
+    if options.get("delta_softplus"):
+        steps = nn.functional.softplus(steps)
+    rows, channels, tokens = inputs.shape
+    state = torch.zeros(rows, channels, decay.shape[1], device=inputs.device)
+    if initial is not None:
+        state = next(initial).float()
+    outputs = []
+    for start in range(0, tokens, _SCAN_TOKENS):
+        at = slice(start, start + _SCAN_TOKENS)
+        step = steps[..., at].transpose(1, 2).transpose(0, 1)[..., None]  # by token
+        added = step * keys[..., at].permute(2, 0, 1)[:, :, None].float()
+        added = added * inputs[..., at].permute(2, 0, 1)[..., None].float()
+        retained = torch.exp(decay * step)
+        for kept, new in zip(retained, added, strict=True):
+            state = torch.addcmul(new, kept, state, out=new)
+        read = queries[..., at].permute(2, 0, 1)[..., None]
+        outputs.append((added.to(inputs.dtype) @ read).squeeze(-1).permute(1, 2, 0))
+        state = added[-1].clone()
+    out = torch.cat(outputs, dim=-1)
+    if options.get("D") is not None:
+        out = out + inputs * options["D"][:, None]
+    if options.get("z") is not None:
+        out = out * nn.functional.silu(options["z"])
+    return (out, state) if options.get("return_last_state") else out
+
+
+def continued(
+    module: nn.Module, original: Callable[..., Tensor], inputs: Tensor, cache: StateCache | None
+) -> Callable[..., Tensor]:
+    """Return the forward of a module; a selective scan of several tokens begins with its state."""
+    forward = inspect.unwrap(type(module).forward)
+    if cache is None or inputs.shape[1] == 1 or _SCAN not in forward.__code__.co_names:
+        return original
+    state = cache.states.get(RECURRENT_STATE)
+    by_head = None
+    if state is not None:  # scans of several heads follow each other
+        by_head = iter([state] if state.ndim == 3 else state.unbind(1))
+    scan = partial(selective_scan, initial=by_head)
+    scope = {**forward.__globals__, _SCAN: scan}
+    own = types.FunctionType(forward.__code__, scope, argdefs=forward.__defaults__)
+    return partial(own, module)
 
 
 def run_recurrent(

@@ -80,8 +80,7 @@ _CAPABILITIES: tuple[tuple[Applies, Refusal], ...] = (
     (_unless(_SHARING, _truthy("num_kv_shared_layers")), SHARED_KV),
     (_unless(_CHUNKED, _truthy("attention_chunk_size")), CHUNKED),
     (_unless(_CHUNKED, _has_layer_type("chunked_attention")), CHUNKED),
-    (_truthy("block_types", "state_size"), RECURRENT),
-    (_has_layer_type("recurrent", "hybrid"), RECURRENT),
+    (_has_layer_type("recurrent"), RECURRENT),
 )
 
 
