@@ -618,19 +618,27 @@ class PrefixIndex(MemoryListener):
         """Return whether a lease holds blocks that the step being scheduled has yet to write."""
         return bool(self._pending and lease.nodes and lease.nodes[-1] in self._pending)
 
-    def snapshot(self, lease: PrefixLease, row: int) -> None:
-        """Copy the statistics of a row that has just prefilled exactly its chain's last block.
+    def snapshot(self, lease: PrefixLease, row: int) -> bool:
+        """Copy the statistics of a row that has just computed exactly its chain's last block.
 
-        Unused blocks are evicted for the copy. Does nothing if the copy still does not fit.
+        Unused blocks are evicted for the copy. Returns whether it was made: it may not fit.
         """
         if not lease.nodes or lease.tokens != int(self.memory.lengths[row]):
-            return
+            return False
         node = lease.nodes[-1]
         pages = referenced_statistics_pages(self.memory, row)
         if node.lacks(self.memory, row) and self._free_pages(pages):
             node.snapshot(self.memory, row)
             if node not in self._pending:
                 self._written([node])
+            return True
+        return False
+
+    def forget_snapshot(self, node: PrefixNode | None, row: int) -> None:
+        """Release the copy that a row made after a block, if there still is one."""
+        found = None if node is None else node.statistics.pop(self.memory.statistics_of(row), None)
+        if found is not None:
+            release_references(self.memory, [found])
 
     def _free_pages(self, pages: Mapping[PageClass, int]) -> bool:
         wanted_bytes = sum(page_class.page_bytes * n for page_class, n in pages.items())

@@ -74,6 +74,7 @@ class AttentionCall:
 Part = TypeVar("Part", bound="StatePart")
 
 
+@runtime_checkable  # for the shape checks in tests
 class StatePart(Protocol):
     """Rows of a flat batch whose recurrent layers run in one call."""
 
@@ -88,6 +89,7 @@ class StatePart(Protocol):
         ...
 
 
+@runtime_checkable  # for the shape checks in tests
 class SequenceStates(Protocol[Part]):
     """The recurrent states of the sequences of a flat batch."""
 

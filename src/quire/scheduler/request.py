@@ -25,7 +25,7 @@ from quire.config.generation_request import DEFAULT_TENANT
 from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError
 from quire.kv.memory import KVMemory
-from quire.kv.prefix import BlockChain, PrefixLease
+from quire.kv.prefix import BlockChain, PrefixLease, PrefixNode
 from quire.kv.swap import Swapped
 from quire.layout.eviction import KEEP_ALL, PRESSURE, UNLIMITED, EvictionSpec
 from quire.scheduler.eviction_trace import EvictionEntry
@@ -161,6 +161,7 @@ class RequestMemory:
         lease: the cached prefix that it shares and extends, while it runs.
         chain: block hashes of its prefix, while it waits, after its first lookup.
         snapshot_ends: token counts after which statistics of its prompt are saved in the cache.
+        checkpoint: block after which its recurrent states were last saved while it decoded.
         swapped: its KV in the swap space, while it waits.
         kv_peak_bytes: most KV bytes that it referred to, over all its runs.
     """
@@ -170,6 +171,7 @@ class RequestMemory:
     lease: PrefixLease | None = None
     chain: BlockChain | None = None
     snapshot_ends: tuple[int, ...] = ()
+    checkpoint: PrefixNode | None = None
     swapped: Swapped | None = None
     kv_peak_bytes: int = 0
 

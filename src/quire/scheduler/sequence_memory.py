@@ -393,10 +393,27 @@ class SequenceMemory:
         if self.prefix is None:
             return
         self.prefix.confirm()
+        states = any(group.state is not None for group in self.memory.layout.groups)
         for request in requests:
-            at_end = request.progress.num_computed in request.memory.snapshot_ends
-            if at_end and request.eviction.exact and request.memory.lease is not None:
-                self.prefix.snapshot(request.memory.lease, request.memory.row)
+            done, lease = request.progress.num_computed, request.memory.lease
+            if lease is None or not request.eviction.exact:
+                continue
+            if done in request.memory.snapshot_ends:
+                self.prefix.snapshot(lease, request.memory.row)
+            elif states and done % self.prefix.block_tokens == 0:
+                self._checkpoint(request, lease)
+
+    def _checkpoint(self, request: Request, lease: PrefixLease) -> None:
+        """Save the states of a decoding request after its newest block, instead of the last time.
+
+        A later turn of a conversation then computes less than a block of the response again.
+        """
+        assert self.prefix is not None
+        if request.progress.num_computed <= len(request.prompt_token_ids):
+            return
+        if self.prefix.snapshot(lease, request.memory.row):
+            self.prefix.forget_snapshot(request.memory.checkpoint, request.memory.row)
+            request.memory.checkpoint = lease.nodes[-1]
 
     def withdraw(self) -> None:
         """After a failed step: remove the blocks that it published."""

@@ -1,0 +1,93 @@
+"""Recurrent states in the KV memory: their bytes, and turns of a conversation."""
+
+import pytest
+
+from models.tiny import build
+from quire.config.generation_request import GenerationRequest
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
+from quire.engine.core import Engine
+from quire.layout.model import ModelSpec
+from quire.models.loader import load_model
+from quire.scheduler.schedule_config import ScheduleConfig
+
+PAGE_TOKENS, NEW_TOKENS, TURN_TOKENS = 16, 9, 11
+HYBRIDS = ("qwen3_next", "lfm2")
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def loaded(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    build(request.param).save_pretrained(folder)
+    return load_model(folder, dtype="float32", device="cpu")
+
+
+def engine_of(loaded) -> Engine:
+    return Engine(loaded, KVConfig(memory="4MiB", page_tokens=PAGE_TOKENS), ScheduleConfig())
+
+
+def answer(engine: Engine, name: str, prompt: list[int]):
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    engine.submit(GenerationRequest(prompt, params, request_id=name))
+    tokens: list[int] = []
+    while True:
+        for delta in engine.step():
+            tokens += delta.token_ids
+            if delta.usage is not None:
+                return tokens, delta.usage
+
+
+def state_bytes_by_hand(spec: ModelSpec) -> int:
+    """Convolutions and states in float32, in whole cache lines for each layer."""
+    total = 0
+    for layer in spec.layers:
+        if layer.state is not None:
+            channels, kernel = layer.state.conv
+            numbers = channels * kernel
+            if layer.state.recurrent:
+                heads, keys, values = layer.state.recurrent
+                numbers += heads * keys * values
+            total += -(-4 * numbers // 64) * 64
+    return total
+
+
+def test_a_short_request_holds_its_states_and_a_page_of_each_attention_layer(loaded):
+    engine = engine_of(loaded)
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    engine.submit(GenerationRequest(list(range(3, 15)), params, request_id="short"))
+    engine.step()
+
+    memory, row = engine.pool.kv.memory, engine.scheduler.running[0].memory.row
+
+    spec = loaded.spec
+    pages = sum(layer.attends for layer in spec.layers)
+    heads = spec.heads[-1]
+    page_bytes = 4 * PAGE_TOKENS * heads.kv_heads * (heads.key_dim + heads.value_dim)
+    assert pages < spec.num_layers
+    assert memory.row_bytes(row) == state_bytes_by_hand(spec) + pages * page_bytes
+
+
+def test_each_turn_of_a_conversation_computes_its_new_tokens_and_less_than_a_block(loaded):
+    engine, cold = engine_of(loaded), engine_of(loaded)
+    prompt = list(range(3, 60))
+    for turn in range(20):
+        tokens, usage = answer(engine, f"turn {turn}", prompt)
+        known = 0 if not turn else len(prompt) - TURN_TOKENS
+        # the newest token of the response was sampled, but not computed
+        assert len(prompt) - usage.cached_tokens <= len(prompt) - known + PAGE_TOKENS
+        if turn in (1, 7):
+            assert answer(cold, f"cold {turn}", prompt)[0] == tokens
+        prompt = [*prompt, *tokens, *(3 + (turn * 7 + n) % 90 for n in range(TURN_TOKENS))]
+
+
+def test_an_edited_last_message_computes_itself_and_less_than_a_block(loaded):
+    engine = engine_of(loaded)
+    prompt = list(range(3, 60))
+    tokens, _ = answer(engine, "first", prompt)
+    kept = [*prompt, *tokens]
+    answer(engine, "second", [*kept, *range(20, 20 + TURN_TOKENS)])
+
+    edited, usage = answer(engine, "edited", [*kept, *range(50, 50 + TURN_TOKENS)])
+
+    assert len(kept) - usage.cached_tokens <= PAGE_TOKENS
+    assert answer(engine_of(loaded), "cold", [*kept, *range(50, 50 + TURN_TOKENS)])[0] == edited
