@@ -4,12 +4,12 @@ import pytest
 
 from models.tiny import build
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.layout.model import ModelSpec
 from quire.models.loader import load_model
 from quire.scheduler.schedule_config import ScheduleConfig
+from support.kv_options import kv_config
 
 PAGE_TOKENS, NEW_TOKENS, TURN_TOKENS = 16, 9, 11
 HYBRIDS = ("qwen3_next", "lfm2")
@@ -22,8 +22,9 @@ def loaded(request, tmp_path_factory):
     return load_model(folder, dtype="float32", device="cpu")
 
 
-def engine_of(loaded) -> Engine:
-    return Engine(loaded, KVConfig(memory="4MiB", page_tokens=PAGE_TOKENS), ScheduleConfig())
+def engine_of(loaded, **options) -> Engine:
+    config = kv_config(memory="4MiB", page_tokens=PAGE_TOKENS, **options)
+    return Engine(loaded, config, ScheduleConfig())
 
 
 def answer(engine: Engine, name: str, prompt: list[int]):
@@ -91,3 +92,18 @@ def test_an_edited_last_message_computes_itself_and_less_than_a_block(loaded):
 
     assert len(kept) - usage.cached_tokens <= PAGE_TOKENS
     assert answer(engine_of(loaded), "cold", [*kept, *range(50, 50 + TURN_TOKENS)])[0] == edited
+
+
+def test_states_on_disk_serve_a_prompt_after_a_restart(loaded, tmp_path):
+    tier = {"disk_memory": "16MiB", "disk_path": str(tmp_path)}
+    prompt = list(range(3, 100))
+    first = engine_of(loaded, **tier)
+    tokens, _ = answer(first, "before", prompt)
+    first.close()
+
+    second = engine_of(loaded, **tier)
+    again, usage = answer(second, "after", prompt)
+    second.close()
+
+    assert again == tokens
+    assert usage.cached_tokens == 96
