@@ -104,6 +104,8 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "mamba_dt_rank": 8,
     },
     "jamba": {"num_hidden_layers": 4, "mamba_dt_rank": 8},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+    "mamba2": {"num_heads": 4, "head_dim": 32, "chunk_size": 8},
     "kimi_linear": {**_HYBRID, "linear_num_heads": 4, "linear_head_dim": 16},
     "bailing_hybrid": {**_HYBRID, "n_group": 1, "topk_group": 1},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},

@@ -77,19 +77,25 @@ def reference_blocks(
     """Reference tokens in blocks of `block_tokens`, all or none; see `reference_pages`."""
     shared = {name: t for name, t in memory.tables.items() if not t.group.private}
     pages = {name: _span_pages(memory, table, row, start, end) for name, table in shared.items()}
-    return _in_blocks(memory, pages, start, block_tokens)
+    return _in_blocks(memory, pages, start, end, block_tokens)
 
 
 def _in_blocks(
-    memory: KVMemory, pages: Mapping[str, PageNumbers], start: int, block_tokens: int
+    memory: KVMemory, pages: Mapping[str, PageNumbers], start: int, end: int, block_tokens: int
 ) -> list[CachedReference]:
-    """Add a reference to pages [lanes, columns] of tokens from `start` on, block by block."""
+    """Add a reference to pages [lanes, columns] of tokens from `start` on, block by block.
+
+    A model without attention has blocks without pages.
+    """
     width = {}
     for name, numbers in pages.items():
         page_class = memory.tables[name].group.page_class
         memory.pools[page_class].retain(numbers.reshape(-1))
         width[name] = block_tokens // max(1, page_class.tokens)
-    count = min((numbers.shape[1] // width[name] for name, numbers in pages.items()), default=0)
+    count = min(
+        (numbers.shape[1] // width[name] for name, numbers in pages.items()),
+        default=(end - start) // block_tokens,
+    )
     return [
         _registered(
             memory,
@@ -149,7 +155,7 @@ class LayerReferences:
         for name, pages in self._pages.items():
             tokens = self._memory.tables[name].group.page_class.tokens
             chosen[name] = pages[:, (start - self._start) // tokens : (end - self._start) // tokens]
-        return _in_blocks(self._memory, chosen, start, block_tokens)
+        return _in_blocks(self._memory, chosen, start, end, block_tokens)
 
     def statistics(self) -> list[CachedReference]:
         """Hand over the copied statistics."""

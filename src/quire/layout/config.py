@@ -38,6 +38,7 @@ _DEEPSEEK: Mapping[str, object] = {
     "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 128, "v_head_dim": 128, "max_position_embeddings": 4096,
 }  # fmt: skip
+_MAMBA: Mapping[str, object] = {"num_attention_heads": 1, "max_position_embeddings": 1 << 20}
 _WITHOUT_EXPERTS: Mapping[str, object] = {"n_routed_experts": None, "moe_intermediate_size": None}
 
 DEFAULTS: Mapping[str, Mapping[str, object]] = {
@@ -105,6 +106,9 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
         "max_window_layers": 1, "n_routed_experts": 256, "num_experts_per_tok": 8,
         "first_k_dense_replace": 1,
     },
+    "falcon_mamba": _MAMBA,
+    "mamba": _MAMBA,
+    "mamba2": _MAMBA,
     "minicpm3": {
         **_DEEPSEEK, **_WITHOUT_EXPERTS, "vocab_size": 73_448, "hidden_size": 2560,
         "intermediate_size": 6400, "num_hidden_layers": 62, "num_attention_heads": 40,
@@ -189,6 +193,9 @@ DENSE_BESIDE_EXPERTS = frozenset({"gemma4_text", "longcat_flash"})
 
 TWO_ATTENTIONS = frozenset({"longcat_flash"})
 """Families whose decoder layers, counted by `num_layers`, have two attention layers each."""
+
+ATTENTION_FREE = frozenset({"falcon_mamba", "mamba", "mamba2"})
+"""Families whose layers have a recurrent state alone."""
 
 ATTENTION_AND_STATE = frozenset({"falcon_h1"})
 """Families whose layers have attention and a recurrent state side by side."""

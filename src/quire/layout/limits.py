@@ -106,7 +106,7 @@ PIECES_BY_TOKEN = _rule(
 ONLY_WINDOWS = _rule(
     one="a rule that evicts",
     other="a model whose layers all have sliding windows",
-    reason="every layer of the model has a sliding window or chunks, which already bound its KV: "
+    reason="every layer of the model has a sliding window, chunks or a state, which bound its KV: "
     "{text!r} would never evict",
     instead="use evict=full",
     subject="",
@@ -395,9 +395,29 @@ COMPRESSED = Refusal(
     reason="its layers compress the keys and values of several tokens into one",
     instead="use DeepSeek V3, or a model with grouped-query attention, such as Llama or Qwen",
 )
+_OTHER_STATES = "use a model with Mamba or gated delta layers, such as Granite 4 or Qwen3-Next"
 RECURRENT = Refusal(
-    reason="some of its layers are recurrent: their state has no keys and values",
-    instead="use a model with attention in all layers, such as Llama, Mistral or Qwen 2 and 3",
+    reason="its recurrent layers are of a kind that Quire does not know",
+    instead=_OTHER_STATES,
+)
+LIGHTNING = Refusal(
+    reason="its lightning attention keeps its state in a cache class of its own (MiniMaxCache), "
+    "outside of conv and recurrent states, and begins with zeros in a call of several tokens",
+    instead=_OTHER_STATES,
+)
+MODULE_STATES = Refusal(
+    reason="its recurrent blocks keep their states in attributes of their modules "
+    "(recurrent_states, conv1d_state), one batch for the whole model",
+    instead=_OTHER_STATES,
+)
+LISTED_STATES = Refusal(
+    reason="its states are five tensors of all layers, an argument of the model (state), not a "
+    "cache",
+    instead=_OTHER_STATES,
+)
+CELL_STATES = Refusal(
+    reason="its states are three tensors of each layer in a cache class of its own (xLSTMCache)",
+    instead=_OTHER_STATES,
 )
 ENCODER_DECODER = Refusal(
     reason="it has an encoder, whose keys and values do not grow token by token",
@@ -463,11 +483,10 @@ LENGTH_DEPENDENT_ROPE = Refusal(
 
 _BY_NAME: tuple[tuple[Refusal, str], ...] = (
     (COMPRESSED, "deepseek_v4"),
-    (
-        RECURRENT,
-        "falcon_mamba mamba mamba2 minimax qwen4_exp qwen4_exp_text recurrent_gemma rwkv "
-        "xlstm zaya",
-    ),
+    (LIGHTNING, "minimax"),
+    (MODULE_STATES, "recurrent_gemma"),
+    (LISTED_STATES, "rwkv"),
+    (CELL_STATES, "xlstm"),
     (
         ENCODER_DECODER,
         "bart bigbird_pegasus blenderbot blenderbot-small encoder-decoder led longt5 m2m_100 "
@@ -488,7 +507,7 @@ _BY_NAME: tuple[tuple[Refusal, str], ...] = (
     (REPEATED, "dory"),
     (PATCHES, "blt"),
     (DRAFT, "gemma4_assistant gemma4_unified_assistant"),
-    (SPARSE, "minimax_m3_vl_text"),
+    (SPARSE, "minimax_m3_vl_text qwen4_exp qwen4_exp_text"),
     (
         MULTIMODAL,
         "dots3_note emu3 fuyu git got_ocr2 imagegpt mllama moshi moss_transcribe_diarize musicgen "

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from quire.errors import ConfigError, ModelError, UnsupportedModel
 from quire.layout.config import (
     ATTENTION_AND_STATE,
+    ATTENTION_FREE,
     DENSE_BESIDE_EXPERTS,
     LAST_LAYER_FULL,
     LEARNED_POSITIONS,
@@ -60,6 +61,7 @@ _KINDS = {
     "mamba": RECURRENT,
     "mamba2": RECURRENT,
     HYBRID: HYBRID,
+    "hybrid_sliding": SLIDING,
     NO_CACHE: NO_CACHE,
     "moe": NO_CACHE,
 }
@@ -344,6 +346,7 @@ def read_layers(reader: ConfigReader, num_layers: int, heads: HeadShape) -> tupl
     for kind, name in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
         if kind in kinds and sizes[kind] is None:
             raise reader.missing(name)
+    in_all = reader.find("cca_time0") is not None
     first_reader = num_layers - (reader.optional_integer("num_kv_shared_layers") or 0)
     sources = {kind: layer for layer, kind in enumerate(kinds[: max(first_reader, 0)])}
     shapes = [_layer_heads(reader, layer, kind, heads) for layer, kind in enumerate(kinds)]
@@ -365,7 +368,7 @@ def read_layers(reader: ConfigReader, num_layers: int, heads: HeadShape) -> tupl
             heads=None if shape == heads else shape,
             keys_from_values=one_projection and kind == FULL,
             attends=kind not in (RECURRENT, NO_CACHE),
-            state=state if kind in (RECURRENT, HYBRID) else None,
+            state=state if in_all or kind in (RECURRENT, HYBRID) else None,
         )
         for layer, (kind, shape) in enumerate(zip(kinds, shapes, strict=True))
     )
@@ -395,6 +398,15 @@ def _state(reader: ConfigReader) -> StateSpec | None:
             recurrent=(heads, key_dim, value_dim),
             parameters=projections + (2 * keys + values) * kernel + 2 * heads + value_dim,
         )
+    times = reader.positive_integer("cca_time0"), reader.positive_integer("cca_time1")
+    if times[0] is not None and times[1] is not None:  # Zaya: convolutions of queries and keys
+        values = reader.integer("num_key_value_heads") * reader.integer("head_dim")
+        channels = reader.integer("num_attention_heads") * reader.integer("head_dim") + values
+        return StateSpec(
+            conv=(channels, times[0] + times[1] - 2),
+            recurrent=(values // 2,),  # the later half of the last token's values
+            parameters=channels * (times[0] + 2 + times[1] * reader.integer("head_dim")),
+        )
     in_groups = reader.find("layer_group_size") is not None  # Bailing: heads of both kinds agree
     of_groups = ("num_attention_heads",) if in_groups else ()
     found = reader.positive_integer("linear_num_heads", "linear_attn_config.num_heads", *of_groups)
@@ -423,10 +435,11 @@ def _mamba_state(reader: ConfigReader, hidden: int) -> StateSpec | None:
     state = reader.positive_integer("mamba_d_state", "ssm_state_size", "state_size")
     if state is None:
         return None
-    own = ("num_heads",) if reader.model_type == "mamba2" else ()
+    own = ("num_heads",) if reader.model_type == "mamba2" else ()  # elsewhere of attention
     heads = reader.positive_integer("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", *own)
     kernel = reader.integer("mamba_d_conv", "conv_kernel")
-    inner = reader.positive_integer("mamba_d_ssm")
+    widths = ("intermediate_size",) if reader.model_type in ATTENTION_FREE else ("mamba_d_ssm",)
+    inner = reader.positive_integer(*widths)
     inner = inner or hidden * (reader.positive_integer("mamba_expand", "expand") or 2)
     if heads is None or reader.find("mamba_dt_rank") is not None:
         of_rank = reader.find("mamba_dt_rank", "time_step_rank")
@@ -616,8 +629,9 @@ def _window(reader: ConfigReader) -> int | None:
 
 
 def _kinds(reader: ConfigReader) -> list[object] | None:
-    if reader.model_type in ATTENTION_AND_STATE:
-        return [HYBRID] * (reader.num_layers() or 0)
+    for families, kind in ((ATTENTION_AND_STATE, HYBRID), (ATTENTION_FREE, RECURRENT)):
+        if reader.model_type in families:
+            return [kind] * (reader.num_layers() or 0)
     kinds = reader.sequence("layer_types", "attention_layers", "layers_block_type")
     if kinds is not None:
         return kinds
@@ -657,7 +671,8 @@ def _attending(reader: ConfigReader) -> Callable[[int], bool] | None:
 def _layers_alone(reader: ConfigReader) -> list[object] | None:
     """Kinds of layers of which each is attention, a state or an MLP; None: all have an MLP."""
     kinds = _kinds(reader) or []
-    return kinds if NO_CACHE in kinds or "moe" in kinds else None
+    alone = NO_CACHE in kinds or "moe" in kinds or reader.model_type in ATTENTION_FREE
+    return kinds if alone else None
 
 
 def _repeated(pair: object) -> Iterator[object]:
@@ -951,7 +966,7 @@ _IMPLIED: Mapping[str, Mapping[str, bool | int | str]] = {
         "sinks": ALL,
     },
     "mimo_v2_flash": {"sinks": IN_WINDOWS},
-    "nemotron_h": {"layer_norms": 1},
+    **{kind: {"layer_norms": 1} for kind in ("falcon_mamba", "mamba", "mamba2", "nemotron_h")},
     "olmo2": {"query_key_norm": PER_PROJECTION},
     "olmo3": {"query_key_norm": PER_PROJECTION},
     "opt": _ALL_BIASES,
@@ -1104,9 +1119,10 @@ class ModelSpec:
         heads = _model_heads(reader, hidden_size, num_heads)
         extra_rows = LEARNED_POSITIONS.get(kind)
         layers, mixture = read_layers(reader, num_layers, heads), read_mixture(reader, num_layers)
-        dense_sizes = _dense_sizes(reader, layers, hidden_size)
-        widest = max(dense_sizes)
         alone = _layers_alone(reader)
+        has_mlp = alone is None or NO_CACHE in alone
+        dense_sizes = _dense_sizes(reader, layers, hidden_size) if has_mlp else (0,) * num_layers
+        widest = max(dense_sizes)
         if alone is not None:
             dense_sizes = tuple(
                 size for size, kind in zip(dense_sizes, alone, strict=True) if kind == NO_CACHE

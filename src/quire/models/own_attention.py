@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from quire.kernels.backend import Alibi, TokenIndex
 from quire.kernels.latent import LatentHeads, TiedHeads
+from quire.layout.config import ATTENTION_FREE
 from quire.models.recurrent import StateCache, continued, is_recurrent, run_recurrent
 
 Attend = Callable[..., tuple[Tensor, None]]
@@ -281,12 +282,13 @@ def _family(of: type) -> str:
 
 def has_own_attention(model_class: type) -> bool:
     """Whether the attention of a model is replaced in its modules."""
-    return any(name.startswith(f"{_family(model_class)}.") for name in _OWN)
+    family = _family(model_class)
+    return family in ATTENTION_FREE or any(name.startswith(f"{family}.") for name in _OWN)
 
 
 def needs_no_positions(model_class: type) -> bool:
     """Whether a model takes no `position_ids`, because ALiBi alone depends on positions."""
-    return _family(model_class) in _WITHOUT_POSITIONS
+    return _family(model_class) in _WITHOUT_POSITIONS | ATTENTION_FREE
 
 
 def reference_attention(model_class: type) -> str:
@@ -301,7 +303,7 @@ def model_inputs(model: PreTrainedModel, token_ids: Tensor, positions: Tensor) -
     """Return the arguments of a forward for a flat batch."""
     inputs: dict[str, Any] = {"input_ids": token_ids[None]}
     family = _family(type(model))
-    if family not in _WITHOUT_POSITIONS:
+    if family not in _WITHOUT_POSITIONS | ATTENTION_FREE:
         inputs["position_ids"] = positions[None]
     elif family == "mpt":  # always makes a mask of all tokens, unless it has one
         inputs["attention_mask"] = torch.zeros(1, 1, 1, 1, device=token_ids.device)
@@ -342,18 +344,17 @@ def restore_recurrent(model: nn.Module) -> None:
 
 
 def _over_states(
-    module: Any, original: Callable[..., Tensor], current: Callable[[], object | None]
-) -> Callable[..., Tensor]:
+    module: Any, original: Callable[..., Any], current: Callable[[], object | None]
+) -> Callable[..., Any]:
     @functools.wraps(original)
-    def forward(hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+    def forward(hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         attention = current()
         if attention is None:
             return original(hidden_states, *args, **options)
         # positions and lengths in the options are those of the flat batch
 
-        def run(inputs: Tensor, cache: StateCache | None) -> Tensor:
-            call = continued(module, original, inputs, cache)
-            return call(inputs, cache=cache, attention_mask=None)
+        def run(inputs: Tensor, cache: StateCache | None) -> Any:
+            return continued(module, original, inputs, cache)(inputs, cache=cache)
 
         states = getattr(attention, "states", None)
         return run_recurrent(states, module.layer_idx, hidden_states, run)

@@ -132,8 +132,8 @@ def selective_scan(
 
 
 def continued(
-    module: nn.Module, original: Callable[..., Tensor], inputs: Tensor, cache: StateCache | None
-) -> Callable[..., Tensor]:
+    module: nn.Module, original: Callable[..., Any], inputs: Tensor, cache: StateCache | None
+) -> Callable[..., Any]:
     """Return the forward of a module; a selective scan of several tokens begins with its state."""
     forward = inspect.unwrap(type(module).forward)
     if cache is None or inputs.shape[1] == 1 or _SCAN not in forward.__code__.co_names:
@@ -152,25 +152,35 @@ def run_recurrent(
     states: SequenceStates[Any] | None,
     layer: int,
     hidden: Tensor,
-    run: Callable[[Tensor, StateCache | None], Tensor],
-) -> Tensor:
+    run: Callable[[Tensor, StateCache | None], Tensor | tuple[Tensor, ...]],
+) -> Tensor | tuple[Tensor, ...]:
     """Run a recurrent module on a flat batch.
 
     Args:
         states: of the batch's sequences; None: each token is a sequence of its own.
         layer: index of the module's layer.
         hidden: [1, tokens, elements].
-        run: the module, of hidden states [rows, tokens, elements] and a cache.
+        run: the module, of hidden states [rows, tokens, elements] and a cache; it returns a tensor
+            or several [rows, tokens, ...].
 
     Returns:
-        [1, tokens, elements]
+        [1, tokens, ...], as the module does.
     """
     if states is None:
-        return run(hidden.transpose(0, 1), None).transpose(0, 1)
-    out = torch.zeros_like(hidden)
+        alone = run(hidden.transpose(0, 1), None)
+        if isinstance(alone, Tensor):
+            return alone.transpose(0, 1)
+        return tuple(each.transpose(0, 1) for each in alone)
+    out: list[Tensor] = []
+    several = False
     for part in states.parts:
         inputs = hidden[0, part.tokens].view(-1, part.length, hidden.shape[2])
         cache = StateCache(states.load(layer, part), hidden.dtype)
-        out[0, part.tokens] = run(inputs, cache).flatten(0, 1)
+        found = run(inputs, cache)
+        several = not isinstance(found, Tensor)
+        results = (found,) if isinstance(found, Tensor) else found
+        out = out or [each.new_zeros(1, hidden.shape[1], *each.shape[2:]) for each in results]
+        for whole, each in zip(out, results, strict=True):
+            whole[0, part.tokens] = each.flatten(0, 1)
         states.store(layer, part, cache.states)
-    return out
+    return tuple(out) if several else out[0]

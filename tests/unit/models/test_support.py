@@ -73,7 +73,7 @@ def test_configs_of_unsupported_families_are_refused(
         ("attention_chunk_size", 64, "chunked"),
         ("num_kv_shared_layers", 1, "other layers"),
         ("index_topk", 8, "indexer"),
-        ("layer_types", ["full_attention", "recurrent"], "layers are recurrent"),
+        ("layer_types", ["full_attention", "recurrent"], "recurrent layers are of a kind"),
         ("layer_types", ["full_attention", "chunked_attention"], "chunked"),
     ],
 )
