@@ -55,7 +55,10 @@ SIZES: Mapping[str, int] = {name: value for value, names in _SAME.items() for na
 
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _KINDS = ("layer_types", "mlp_layer_types")
-_NORMS = tuple(f"{part}{norm}.weight" for part in "qk" for norm in ("_norm", "_layernorm"))
+_NORMS = (
+    *(f"{part}{norm}.weight" for part in "qk" for norm in ("_norm", "_layernorm")),
+    "qk_norm.temp",
+)
 _LEFT_UNSET = frozenset(
     {
         *("sliding_window", "window_size", "q_lora_rank", "o_lora_rank", "kv_lora_rank"),
@@ -104,7 +107,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "mamba_dt_rank": 8,
     },
     "jamba": {"num_hidden_layers": 4, "mamba_dt_rank": 8},
-    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+    "zaya": {"num_hidden_layers": 4, "num_experts_per_tok": 1, "router_hidden_size": 16},
     "mamba2": {"num_heads": 4, "head_dim": 32, "chunk_size": 8},
     "kimi_linear": {**_HYBRID, "linear_num_heads": 4, "linear_head_dim": 16},
     "bailing_hybrid": {**_HYBRID, "n_group": 1, "topk_group": 1},

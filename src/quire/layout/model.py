@@ -456,13 +456,14 @@ def _mamba_state(reader: ConfigReader, hidden: int) -> StateSpec | None:
     dim = inner // heads if automatic else reader.integer(*dims)
     width = heads * dim
     channels = width + 2 * groups * state
+    has_norm = reader.flag("mamba_rms_norm", default=reader.model_type != "falcon_h1")
     return StateSpec(
         conv=(channels, kernel),
         recurrent=(heads, dim, state),
         parameters=hidden * (2 * width + channels + heads)
         + channels * (kernel + 1)
         + 3 * heads
-        + width,
+        + width * has_norm,
     )
 
 
@@ -773,7 +774,9 @@ def _shared_size(reader: ConfigReader, expert_size: int) -> int:
     )
     if width is not None:
         return width
-    shared = reader.optional_integer("n_shared_experts", "moe_num_shared_experts")
+    shared = reader.optional_integer(
+        "n_shared_experts", "moe_num_shared_experts", "num_shared_experts"
+    )
     return (shared or 0) * expert_size
 
 
@@ -793,7 +796,14 @@ def _expert_layers(reader: ConfigReader, num_layers: int) -> Collection[int]:
     listed = reader.integers("moe_layers")
     if listed:
         return {layer for layer in listed if 0 <= layer < num_layers}
-    first = reader.optional_integer("first_k_dense_replace", "moe_layer_start_index") or 0
+    period = reader.positive_integer("expert_layer_period")
+    if period is not None:  # Jamba
+        offset = reader.optional_integer("expert_layer_offset") or 0
+        return [layer for layer in range(num_layers) if layer % period == offset]
+    first = reader.optional_integer(
+        "first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"
+    )
+    first = first or 0
     step = reader.positive_integer("decoder_sparse_step", "interleave_moe_layer_step") or 1
     dense_layers = reader.integers("mlp_only_layers")
     return [
@@ -818,6 +828,10 @@ def _dense_sizes(
     )
     if sizes is None and reader.model_type not in UNGATED:
         raise reader.missing(*_WIDTHS)
+    if sizes is not None and reader.flag("block_auto_adjust_ff_dim", default=False):  # LFM2
+        factor, step = reader.find("block_ffn_dim_multiplier"), reader.integer("block_multiple_of")
+        scale = factor if isinstance(factor, float | int) else 1.0
+        sizes = [-(-int(scale * (2 * size // 3)) // step) * step for size in sizes]
     sizes = sizes or [
         hidden_size * (reader.positive_integer("intermediate_multiple_size") or 4)
     ] * len(layers)
@@ -895,6 +909,8 @@ class VectorSpec:
             "projection" (weight as wide as the projection).
         sinks: layers whose attention has a learned sink logit for each query head: "" (none),
             "all", or "window" (those with a sliding window).
+        output_gate: queries have a gate of the outputs of attention, as wide as they are.
+        shared_gate: the shared experts of a layer have a gate of one element.
     """
 
     qkv_bias: bool = False
@@ -907,6 +923,8 @@ class VectorSpec:
     expert_norms: int = 0
     query_key_norm: str = ""
     sinks: str = ""
+    output_gate: bool = False
+    shared_gate: bool = False
 
     def attention_parameters(self, heads: HeadShape, layer: LayerSpec, qkv: int) -> int:
         """Return the vector parameters of one layer's attention, without the output bias.
@@ -976,6 +994,12 @@ _IMPLIED: Mapping[str, Mapping[str, bool | int | str]] = {
     "qwen2_moe": {"qkv_bias": True},
     "qwen3": {"query_key_norm": PER_HEAD},
     "qwen3_moe": {"query_key_norm": PER_HEAD},
+    **{
+        kind: {"query_key_norm": PER_HEAD, "output_gate": True, "shared_gate": True}
+        for kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+    },
+    **{kind: {"query_key_norm": PER_HEAD} for kind in ("lfm2", "lfm2_moe", "lara_mini")},
+    "olmo_hybrid": {"query_key_norm": PER_PROJECTION},
     "stablelm": {"norm_bias": True},
     "starcoder2": _ALL_BIASES,
 }
@@ -1321,7 +1345,8 @@ class ModelSpec:
         qkv, outputs = self._projections(heads, layer)
         vectors = self.vectors.attention_parameters(heads, layer, qkv // self.hidden_size)
         output_bias = self.hidden_size if self.vectors.output_bias else 0
-        return qkv + outputs + vectors + output_bias + state
+        gate = outputs if self.vectors.output_gate else 0
+        return qkv + outputs + vectors + output_bias + gate + state
 
     @property
     def _other_parameters(self) -> int:
@@ -1349,6 +1374,7 @@ class ModelSpec:
         routed = self.mixture.num_experts + self.mixture.zero_experts
         router = (self.hidden_size + self.vectors.router_bias) * routed
         norms = self.vectors.expert_norms * self.vectors.norm_parameters(self.hidden_size)
+        norms += self.hidden_size if self.vectors.shared_gate and shared else 0
         wide = experts * self._one_mlp(self.mixture.expert_size) + shared + router + norms
         return sparse * wide + dense
 

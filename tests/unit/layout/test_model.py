@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from models.tiny import config_of
 from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
 from quire.layout.config import check_sizes, dtype_bytes, read_config
 from quire.layout.model import LatentSpec, LayerSpec, ModelSpec
@@ -476,6 +477,56 @@ def test_embeddings_of_layers_are_looked_up():
     # two projections and a norm in each layer; one projection and a norm for all
     of_layers = 3 * (2 * 32 * 4 + 32) + 32 * 3 * 4 + 4
     assert model.num_parameters - without_rows.num_parameters == 50 * 3 * 4 + of_layers
+
+
+HYBRIDS = (
+    *("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "jamba", "kimi_linear", "lara_mini"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe"),
+    *("mamba", "mamba2", "falcon_mamba"),
+)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_states_and_parameters_of_hybrids_equal_those_of_transformers(kind: str):
+    config = config_of(kind)
+    written = json.loads(config.to_json_string(use_diff=False))
+    written.setdefault("model_type", kind)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    check_sizes(written)
+    spec = ModelSpec.from_config(written)
+    of_kind = {"linear_attention", "conv", "mamba", "hybrid"}
+
+    assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert [layer.state is not None for layer in spec.layers] == [
+        layer_type in of_kind for layer_type in config.layer_types
+    ]
+    assert [layer.attends for layer in spec.layers] == [
+        (layer_type.endswith("attention") and layer_type != "linear_attention")
+        or layer_type == "hybrid"
+        for layer_type in config.layer_types
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "attending"),
+    [
+        ("qwen3_next", {"full_attention_interval": 3}, [2]),
+        ("lfm2", {"full_attn_idxs": [0, 3]}, [0, 3]),
+        ("kimi_linear", {"linear_attn_config": {"full_attn_layers": [2, 4]}}, [1, 3]),
+        ("nemotron_h", {"hybrid_override_pattern": "M*E-"}, [1]),
+    ],
+)
+def test_layers_of_published_hybrids_have_other_keys(
+    kind: str, keys: dict[str, Any], attending: list[int]
+):
+    """Transformers turns these keys into `layer_types` when it reads a config."""
+    written = json.loads(config_of(kind).to_json_string(use_diff=False))
+    written = without(written, "layer_types", "layers_block_type", "mlp_layer_types", **keys)
+    written |= {"model_type": kind, "num_hidden_layers": 4}
+    spec = ModelSpec.from_config(written)
+
+    assert [n for n, layer in enumerate(spec.layers) if layer.attends] == attending
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "gpt2", "opt", "gemma", "falcon"])
