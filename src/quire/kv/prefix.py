@@ -636,7 +636,9 @@ class PrefixIndex(MemoryListener):
 
     def forget_snapshot(self, node: PrefixNode | None, row: int) -> None:
         """Release the copy that a row made after a block, if there still is one."""
-        found = None if node is None else node.statistics.pop(self.memory.statistics_of(row), None)
+        if node is None or self._nodes.get(node.block.key) is not node:
+            return  # the block was evicted, with its copies
+        found = node.statistics.pop(self.memory.statistics_of(row), None)
         if found is not None:
             release_references(self.memory, [found])
 
