@@ -6,6 +6,7 @@ The whole sweep is `python -m tests.models.sweep` (docs/reference/models.md).
 import json
 
 import pytest
+import torch
 
 from models.cases import (
     EQUAL,
@@ -18,7 +19,7 @@ from models.cases import (
     run_type,
 )
 from models.command import RESULTS, main, read
-from models.reference import difference, random_tokens, scan
+from models.reference import decode, difference, random_tokens, scan
 from models.tiny import SIZES, TYPES, build, config_of
 from quire.config.generation_request import GenerationRequest
 from quire.engine.core import Engine
@@ -68,6 +69,25 @@ def test_logits_of_2000_tokens_in_chunks_equal_those_of_one_call(
     finish(engine)
 
     assert difference(recorder.logits("r0"), scan(model, prompt, forced)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "jamba", "zaya"])
+def test_hybrids_in_bfloat16_differ_by_less_than_their_rounding(model_type, tmp_path):
+    """Convolutions are stored in the type of the model, states of scans in float32."""
+    model = build(model_type).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, dtype="bfloat16", device="cpu")
+    expected = decode(model, list(range(3, 45)), 12)
+    engine = Engine(loaded, kv_config(memory="4MiB"), ScheduleConfig(chunk_tokens=16))
+    forced = {"r0": expected.tokens}
+    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler, forced)
+    engine.submit(GenerationRequest(expected.prompt, greedy(12), request_id="r0"))
+    finish(engine)
+    rounding = difference(
+        scan(build(model_type), expected.prompt, expected.tokens), expected.logits
+    )
+
+    assert difference(recorder.logits("r0"), expected.logits) <= rounding
 
 
 @pytest.mark.slow

@@ -24,13 +24,15 @@ class StateCache:
 
     Args:
         states: of the rows, by name; None where their sequences begin.
-        dtype: of the module's inputs, in which convolutions store theirs.
+        dtype: of the module's inputs, in which convolutions and values of a token are stored;
+            states of scans are in float32.
     """
 
     def __init__(self, states: Mapping[str, Tensor] | None, dtype: torch.dtype) -> None:
-        self.states = dict(states or {})
-        if CONV in self.states:
-            self.states[CONV] = self.states[CONV].to(dtype)
+        self.states = {
+            name: state.to(dtype) if name == CONV or state.ndim == 2 else state
+            for name, state in (states or {}).items()
+        }
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.states.get(CONV)
