@@ -25,6 +25,9 @@ OK, REFUSED, FAILED = "ok", "refused", "failed"
 TOLERANCE = 1e-4
 """Of logits in float32 between two runs, as in `tests/reference`; see `watch.difference`."""
 
+OF_SCANS, SCANS = 2e-3, ("qwen3_5",)
+"""Of models with recurrent states: a scan in float32 rounds otherwise with other chunks."""
+
 LOGPROB_TOLERANCE = 1e-3
 
 
@@ -253,7 +256,8 @@ def compare(case: Case, scarce: Watched, ample: Watched, outcome: Outcome) -> No
         replayed, outcome.replayed = worst_against_replay(case, scarce.seen, ample.seen)
         outcome.worst = max(outcome.worst, replayed)
     exact_codes = case.exact or not case.lossy
-    if exact_codes and not outcome.worst <= TOLERANCE:
+    tolerance = OF_SCANS if case.model.partition("*")[0] in SCANS else TOLERANCE
+    if exact_codes and not outcome.worst <= tolerance:
         raise Differs(f"logits of the same tokens and evictions differ by {outcome.worst:.3g}")
     if case.under_pressure and scarce.kinds["evicted"]:
         return

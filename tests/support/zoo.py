@@ -48,6 +48,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     StableLmConfig,
     XGLMConfig,
@@ -358,6 +359,15 @@ def _longcat_flash() -> PreTrainedConfig:
     )
 
 
+def _qwen3_5() -> PreTrainedConfig:
+    """Half of the layers are recurrent: a gated delta rule after a convolution."""
+    state = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
+    state |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    kinds = ["linear_attention", "full_attention"] * 2
+    shape = _SHAPE | {"num_hidden_layers": 4, "head_dim": 16}
+    return Qwen3_5TextConfig(**shape, **state, layer_types=kinds)
+
+
 # one latent per token and layer, for all heads
 LATENT: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek_v3": _deepseek_v3,
@@ -374,6 +384,7 @@ LATENT: dict[str, Callable[[], PreTrainedConfig]] = {
 
 ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek_v3": _deepseek_v3,
+    "qwen3_5": _qwen3_5,
     "llama": _llama,
     "llama_mqa": _llama_mqa,
     "llama_mha": _llama_mha,

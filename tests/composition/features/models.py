@@ -14,6 +14,7 @@ MODELS = {
     "shared KV": ("gemma4", "layers that read the KV of other layers (`gemma4`)"),
     "chunked attention": ("llama4", "half of the layers (`llama4`)"),
     "latent attention": ("deepseek_v3", "one latent per token (`deepseek_v3`)"),
+    "recurrent states": ("qwen3_5", "half of the layers (`qwen3_5`)"),
     "sparse attention": ("glm_moe_dsa", "an index selects latents (`glm_moe_dsa`)"),
 }
 
