@@ -56,7 +56,7 @@ def forced_logits(engine: Engine, name: str, expected: list[Expected]) -> float:
 
 
 @pytest.mark.parametrize("chunk_tokens", [7, 64])
-@pytest.mark.parametrize("name", [*zoo.OWN_ATTENTION, *zoo.LATENT])
+@pytest.mark.parametrize("name", [*zoo.OWN_ATTENTION, *zoo.LATENT, *zoo.HYBRID])
 def test_long_prompts_equal_transformers_in_a_small_memory(name, chunk_tokens):
     engine = engine_for(
         load(name),

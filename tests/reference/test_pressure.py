@@ -10,8 +10,8 @@ from support.engines import load
 from support.pressure import Job, Watched, drive, engine_under, make_jobs, submit
 
 TOLERANCE = 1e-4
-# full, both, windows only, no RoPE, shared and unequal lanes, chunks
-ARCHITECTURES = ("llama", "gemma3", "mistral", "gpt2", "gemma4", "llama4")
+# full, both, windows only, no RoPE, shared and unequal lanes, chunks, states
+ARCHITECTURES = ("llama", "gemma3", "mistral", "gpt2", "gemma4", "llama4", "lfm2")
 # (preempt, room of the arena, room of the host pool), in units of the largest request
 CASES = [
     ("recompute", 1.2, 0.0),
@@ -31,6 +31,7 @@ QUICK = [
     ("gpt2", *CASES[1]),
     ("gemma4", *CASES[4]),
     ("llama4", *CASES[2]),
+    ("lfm2", *CASES[4]),
 ]
 
 

@@ -18,10 +18,10 @@ from support.kv_options import kv_config
 from support.lazy_copies import LazyWorker
 
 LONGEST = 60
-# full attention, both, windows only, shared or unequal lanes, chunks, ALiBi, widths, latents
+# full attention, windows, shared or unequal lanes, chunks, ALiBi, widths, latents, states
 ARCHITECTURES = (
     *("llama", "gemma2", "mistral", "gemma4", "llama4", "falcon_alibi", "mimo_v2_flash"),
-    "deepseek_v3",
+    *("deepseek_v3", "qwen3_next", "jamba"),
 )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     BloomConfig,
     CTRLConfig,
     DeepseekV2Config,
@@ -31,7 +32,9 @@ from transformers import (
     GPTNeoXJapaneseConfig,
     GptOssConfig,
     GraniteConfig,
+    JambaConfig,
     JetMoeConfig,
+    Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
     LongcatFlashConfig,
@@ -50,6 +53,7 @@ from transformers import (
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
     StableLmConfig,
     XGLMConfig,
     YoutuConfig,
@@ -382,6 +386,34 @@ LATENT: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }
 
+_MAMBA = {"mamba_d_state": 8, "mamba_d_conv": 4}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+# layers with a recurrent state, and with attention: gated delta rule, convolution, Mamba 2 and 1
+HYBRID: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **_SHAPE | _DELTA,
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    ),
+    "lfm2": lambda: Lfm2Config(**_SHAPE, layer_types=["conv", "full_attention"]),
+    "bamba": lambda: BambaConfig(
+        **_SHAPE | _MAMBA, mamba_n_heads=4, mamba_d_head=16, attn_layer_indices=[1]
+    ),
+    "jamba": lambda: JambaConfig(
+        **_SHAPE | _MAMBA, attn_layer_period=2, attn_layer_offset=1, num_experts=4
+    ),
+}
+
 ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek_v3": _deepseek_v3,
     "qwen3_5": _qwen3_5,
@@ -546,10 +578,10 @@ def build(
         if name in REPEATED:
             config = REPEATED[name](times)
         else:
-            config = (ARCHITECTURES | LATENT | NATIVE | OWN_ATTENTION | OTHERS)[name]()
+            config = (ARCHITECTURES | LATENT | HYBRID | NATIVE | OWN_ATTENTION | OTHERS)[name]()
             config.num_hidden_layers *= times
             for kinds in ("layer_types", "mlp_layer_types", "indexer_types"):
-                if getattr(config, kinds, None):
+                if vars(config).get(kinds):  # a property follows from other keys
                     setattr(config, kinds, list(getattr(config, kinds)) * times)
         model = AutoModelForCausalLM.from_config(
             # Falcon's eager attention adds ALiBi twice
