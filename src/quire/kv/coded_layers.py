@@ -126,7 +126,9 @@ def _read(
             f"{path} cannot be read: {error}; create it with quire calibrate"
         ) from error
     found: dict[int, Constants] = {}
-    for layer in range(len(model.layers)):
+    for layer, spec in enumerate(model.layers):
+        if not spec.attends:
+            continue
         own = {name: tensors.get(f"layers.{layer}.{name}") for name in codec.constants}
         missing = sorted(name for name, numbers in own.items() if numbers is None)
         if missing:

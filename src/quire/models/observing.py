@@ -308,7 +308,8 @@ class Observing:
             return f"{self._name} adds {kind} positions to its embeddings and has no RoPE"
         if any(heads.index is not None for heads in self._spec.heads):
             return f"{self._name} selects tokens by index keys, which are stored after RoPE"
-        unknown = [layer for layer in range(self._spec.num_layers) if layer not in self._rotaries]
+        layers = enumerate(self._spec.layers)
+        unknown = [n for n, layer in layers if layer.attends and n not in self._rotaries]
         if unknown:
             return (
                 f"layer {unknown[0]} of {self._name} rotates its queries by an unknown RoPE variant"
@@ -316,7 +317,7 @@ class Observing:
         return None
 
     def prepare_recomputation(self, weights: LayerSource | None) -> str | None:
-        own = [layer for layer, spec in enumerate(self._spec.layers) if spec.source is None]
+        own = [layer for layer, spec in enumerate(self._spec.layers) if spec.stores]
         rotaries = {layer: self._rotaries[layer] for layer in own if layer in self._rotaries}
         unknown = [layer for layer in own if layer not in rotaries]
         if unknown:
@@ -379,7 +380,7 @@ class Observing:
         return all(
             number in self._rotaries
             for number, layer in layers
-            if layer.window is None and layer.chunk is None
+            if layer.attends and layer.window is None and layer.chunk is None
         )
 
     @cached_property

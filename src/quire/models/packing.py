@@ -153,7 +153,12 @@ def codec_refusal(model: nn.Module, codec: str) -> str | None:
 
 
 def _unpackable(module: nn.Module, codec: str) -> str | None:
-    """The reason why a module with weights is not packed; None for embeddings, norms, routers."""
+    """The reason why a module with weights is not packed.
+
+    None for embeddings, norms, routers, and convolutions, which have a few weights per channel.
+    """
+    if isinstance(module, nn.Conv1d):
+        return None
     if type(module) in (nn.Linear, Conv1D):
         linear = cast("nn.Linear | Conv1D", module)
         inner, multiple = matrix(linear).shape[1], INNER_MULTIPLES[codec]
