@@ -187,7 +187,10 @@ def kinds_of(spec: ModelSpec) -> tuple[str, ...]:
         else "chunk" if layer.chunk is not None
         else "full"
         for layer, heads in zip(spec.layers, spec.heads, strict=True)
+        if layer.attends
     )  # fmt: skip
+    if any(layer.state is not None for layer in spec.layers):
+        found["state"] = None
     if any(not heads.latent and heads.key_dim != heads.value_dim for heads in spec.heads):
         found["keys and values of unequal width"] = None
     if len(set(spec.heads)) > 1:

@@ -418,7 +418,8 @@ def _state(reader: ConfigReader) -> StateSpec | None:
             "linear_conv_kernel_dim",
             *("linear_attn_config.short_conv_kernel_size", "short_conv_kernel_size"),
         )
-        projections = hidden * (4 * width + heads + 2 * dim) + 2 * dim * width
+        gates = 2 * hidden * width if in_groups else 2 * dim * (hidden + width)  # else of low rank
+        projections = hidden * (4 * width + heads) + gates
         return StateSpec(
             conv=(3 * width, kernel),
             recurrent=(heads, dim, dim),
@@ -888,6 +889,7 @@ def read_extra(reader: ConfigReader) -> ExtraSpec:
 # They are about 0.1 % of the parameters of a large model and several percent of a small model.
 
 PER_HEAD = "head"
+PER_ELEMENT = "element"
 PER_PROJECTION = "projection"
 ALL, IN_WINDOWS = "all", "window"
 
@@ -909,7 +911,8 @@ class VectorSpec:
             "projection" (weight as wide as the projection).
         sinks: layers whose attention has a learned sink logit for each query head: "" (none),
             "all", or "window" (those with a sliding window).
-        output_gate: queries have a gate of the outputs of attention, as wide as they are.
+        output_gate: the outputs of attention have a gate: "" (none), "element", or "head" (one
+            number for each query head).
         shared_gate: the shared experts of a layer have a gate of one element.
     """
 
@@ -923,7 +926,7 @@ class VectorSpec:
     expert_norms: int = 0
     query_key_norm: str = ""
     sinks: str = ""
-    output_gate: bool = False
+    output_gate: str = ""
     shared_gate: bool = False
 
     def attention_parameters(self, heads: HeadShape, layer: LayerSpec, qkv: int) -> int:
@@ -995,10 +998,12 @@ _IMPLIED: Mapping[str, Mapping[str, bool | int | str]] = {
     "qwen3": {"query_key_norm": PER_HEAD},
     "qwen3_moe": {"query_key_norm": PER_HEAD},
     **{
-        kind: {"query_key_norm": PER_HEAD, "output_gate": True, "shared_gate": True}
+        kind: {"query_key_norm": PER_HEAD, "output_gate": PER_ELEMENT, "shared_gate": True}
         for kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
     },
     **{kind: {"query_key_norm": PER_HEAD} for kind in ("lfm2", "lfm2_moe", "lara_mini")},
+    "lfm3": {"layer_norms": 4, "query_key_norm": PER_HEAD, "output_gate": PER_HEAD},
+    "bailing_hybrid": {"output_gate": PER_HEAD},
     "olmo_hybrid": {"query_key_norm": PER_PROJECTION},
     "stablelm": {"norm_bias": True},
     "starcoder2": _ALL_BIASES,
@@ -1345,7 +1350,8 @@ class ModelSpec:
         qkv, outputs = self._projections(heads, layer)
         vectors = self.vectors.attention_parameters(heads, layer, qkv // self.hidden_size)
         output_bias = self.hidden_size if self.vectors.output_bias else 0
-        gate = outputs if self.vectors.output_gate else 0
+        gates = {PER_ELEMENT: outputs, PER_HEAD: self.hidden_size * heads.query_heads}
+        gate = gates.get(self.vectors.output_gate, 0)
         return qkv + outputs + vectors + output_bias + gate + state
 
     @property
