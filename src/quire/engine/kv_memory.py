@@ -24,7 +24,7 @@ from quire.layout.eviction import EvictionSpec
 from quire.layout.kv_format import read_format, stored_codec
 from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout, PageClass, choose_slab_bytes, slabs_for
-from quire.models.base import AttentionCall, Batch, Decoder, LayerByLayer
+from quire.models.base import AttentionCall, Batch, Decoder, LayerByLayer, OneSequence
 from quire.models.loader import LoadedModel
 from quire.offload.host_side import auto_swap_pool, free_swap_bytes, swap_pool, swap_worker
 from quire.offload.swap.host_pool import HostPool, auto_swap_bytes
@@ -118,8 +118,12 @@ def stored_as(
 class _AttendToChunk:
     """Attention over the tokens of one prompt chunk, without KV memory."""
 
+    def __init__(self, states: OneSequence) -> None:
+        self.states = states
+
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        k, v = call.math.heads(k, v)
         math = call.math.at(torch.arange(len(query), device=query.device), len(query) - 1)
         return attend_dense(q, k, v, math=math, seen=None, causal=True)[0].transpose(0, 1)
 
@@ -154,7 +158,8 @@ def run_largest_step(decoder: Decoder, tokens: int, sampled_rows: int, batches: 
     """Run a step of batches of this size, without KV memory."""
     ids = torch.zeros(tokens, dtype=torch.int64, device=decoder.device)
     positions = torch.arange(tokens, device=decoder.device)
-    batch = Batch(ids, positions, positions[:sampled_rows], _AttendToChunk())
+    states = OneSequence(tokens, decoder.device)
+    batch = Batch(ids, positions, positions[:sampled_rows], _AttendToChunk(states))
     if batches > 1:
         assert isinstance(decoder, LayerByLayer), "several batches need offloaded weights"
         decoder.forward_together([batch] * batches)

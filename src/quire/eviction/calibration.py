@@ -20,7 +20,7 @@ from quire.kv.coded_layers import KEY, VALUE, Constants, MeasuredConstants, side
 from quire.layout.codecs import CodecSpec
 from quire.layout.kv_format import KVFormat
 from quire.layout.model import ModelSpec
-from quire.models.base import AttentionCall, Decoder
+from quire.models.base import AttentionCall, Decoder, OneSequence
 
 MEASURED_SHARE = 0.75  # fraction of tokens for constants; errors are measured on the rest
 MIN_TOKENS = 64
@@ -36,11 +36,13 @@ class LayerVectors:
         query: [num_heads, token, head_dim], after RoPE; folded if values are latents.
         key: [num_kv_heads, token, head_dim], after RoPE.
         value: [num_kv_heads, token, value_dim].
+        layer: its number in the model.
     """
 
     query: Float[Tensor, "head token head_dim"]
     key: Float[Tensor, "kv_head token head_dim"]
     value: Float[Tensor, "kv_head token value_dim"]
+    layer: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +64,14 @@ class _Listening:
     """Attention within a text, which records its inputs."""
 
     model: ModelSpec
+    states: OneSequence
+    layers: list[int] = field(default_factory=list)
     heard: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         math, query = folded(call.math, query)
         by_head = [x.transpose(0, 1) for x in (query, key, value)]
+        self.layers.append(call.layer)
         self.heard.append((by_head[0], by_head[1], by_head[2]))
         positions = torch.arange(len(query), device=query.device)
         math = math.at(positions, len(query) - 1)
@@ -108,24 +113,25 @@ def read_vectors(decoder: Decoder, token_ids: Sequence[int]) -> list[LayerVector
         ids = torch.tensor(token_ids[start : start + longest], device=decoder.device)
         positions, listening = (
             torch.arange(len(ids), device=decoder.device),
-            _Listening(decoder.spec),
+            _Listening(decoder.spec, OneSequence(len(ids), decoder.device)),
         )
         decoder.forward(ids, positions, positions[-1:], listening)
         parts.append([tuple(x.float().cpu() for x in layer) for layer in listening.heard])
-    return [
-        LayerVectors(*(torch.cat(side, dim=1) for side in zip(*layer, strict=True)))
-        for layer in zip(*parts, strict=True)
-    ]
+    found = []
+    for number, *of_parts in zip(listening.layers, *parts, strict=True):
+        query, key, value = (torch.cat(side, dim=1) for side in zip(*of_parts, strict=True))
+        found.append(LayerVectors(query, key, value, number))
+    return found
 
 
 def measure(vectors: Sequence[LayerVectors], form: KVFormat) -> MeasuredConstants:
     """Measure the constants that the codecs of a format need."""
     found: dict[tuple[int, str], Constants] = {}
-    for layer, measured in enumerate(vectors):
+    for measured in vectors:
         for side, spec in sides_of(form).items():
             numbers = measured.key if side == KEY else measured.value
             first = numbers[:, : int(MEASURED_SHARE * numbers.shape[1])]
-            found[layer, side] = make_codec(spec, numbers.shape[2]).measure(first)
+            found[measured.layer, side] = make_codec(spec, numbers.shape[2]).measure(first)
     return MeasuredConstants(found)
 
 
@@ -144,7 +150,8 @@ def errors_of(
         page_tokens: tokens of the pages that some codecs encode as a whole.
     """
     found = []
-    for layer, exact in enumerate(vectors):
+    for exact in vectors:
+        layer = exact.layer
         start = int(MEASURED_SHARE * exact.key.shape[1]) // page_tokens * page_tokens
         pages = (exact.key.shape[1] - start) // page_tokens
         part = slice(start, start + pages * page_tokens)

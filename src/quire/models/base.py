@@ -107,6 +107,33 @@ class SequenceStates(Protocol[Part]):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OneSequence:
+    """States of a batch that is the beginning of one sequence, and is not continued.
+
+    Attributes:
+        length: its tokens.
+        device: of the model.
+    """
+
+    length: int
+    device: torch.device
+
+    @property
+    def tokens(self) -> Int[Tensor, " token"]:
+        return torch.arange(self.length, device=self.device)
+
+    @property
+    def parts(self) -> Sequence["OneSequence"]:
+        return (self,)
+
+    def load(self, layer: int, part: "OneSequence") -> None:
+        return None
+
+    def store(self, layer: int, part: "OneSequence", states: Mapping[str, Tensor]) -> None:
+        return None
+
+
 @runtime_checkable  # for the shape checks in tests
 class PagedAttention(Protocol):
     """Stores the keys and values of a flat batch, and attends over each sequence's cached tokens.
