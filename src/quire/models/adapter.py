@@ -51,8 +51,8 @@ from quire.models.native_linear import available_products, fastest_products
 from quire.models.observing import KeysAndValues, Observing
 from quire.models.own_attention import (
     has_own_attention,
-    latent_projections,
     model_inputs,
+    read_projections,
     reference_attention,
 )
 from quire.models.packing import MappedFiles, pack_linears, trim_free_memory
@@ -498,7 +498,7 @@ def prepare_linears(
     Without layers left alone, the other weights are copied, so that no weight file stays mapped.
     Projections of latents keep their weights: attention multiplies with parts of them.
     """
-    kept = [*left_alone, *latent_projections(model)]
+    kept = [*left_alone, *read_projections(model)]
     products = fastest_products() if codec is None else available_products()
     if products is not None:
         pack_linears(model, products, kept, codec)

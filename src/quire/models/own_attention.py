@@ -425,15 +425,17 @@ def tied_heads(model: nn.Module) -> dict[int, TiedHeads]:
     return found
 
 
-def latent_projections(model: nn.Module) -> list[nn.Module]:
-    """Return the linear layers whose weights attention reads: those that project latents.
+def read_projections(model: nn.Module) -> list[nn.Module]:
+    """Return the linear layers whose weights or biases are read outside of them.
 
-    The layers that compute the weights of index heads are included: their type is read.
+    They project latents, compute the weights of index heads, or the time steps of Mamba.
     """
     modules: list[Any] = list(filter(has_latents, model.modules()))
     indexers = (getattr(module, "indexer", None) for module in modules)
     weights = [indexer.weights_proj for indexer in indexers if indexer is not None]
-    return [module.kv_b_proj for module in modules] + weights
+    recurrent: Iterator[Any] = filter(is_recurrent, model.modules())
+    steps = [module.dt_proj for module in recurrent if hasattr(module, "dt_proj")]
+    return [module.kv_b_proj for module in modules] + weights + steps
 
 
 def _replacement(

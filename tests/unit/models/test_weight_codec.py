@@ -23,7 +23,7 @@ from quire.models.native_linear import (
     available_products,
     matrix,
 )
-from quire.models.own_attention import latent_projections
+from quire.models.own_attention import read_projections
 from quire.models.packing import codec_refusal, head_codec, output_head
 from quire.offload.weights.placement import place_beyond
 from support import zoo
@@ -41,7 +41,7 @@ needs_products = pytest.mark.skipif(
 
 def decode_weights(model: PreTrainedModel, codec: str) -> PreTrainedModel:
     """Replace the weights of a plain model by those that a codec stores."""
-    head, kept = output_head(model), latent_projections(model)
+    head, kept = output_head(model), read_projections(model)
     for module in list(model.modules()):
         if module in kept:
             continue
