@@ -51,7 +51,7 @@ class PackedLinear(nn.Module):
         return self.packed.rows(rows)
 
     def forward(self, rows: Float[Tensor, "... inner"]) -> Float[Tensor, "... outer"]:
-        flat = rows.reshape(-1, self.in_features)
+        flat = rows.reshape(-1, self.in_features).contiguous()  # one row: reshape may not copy
         x = flat.to(self._products.activation_dtype(self.packed, flat.dtype))
         out = flat.new_empty(len(flat), self.packed.outer)
         self.product.run(x, out)

@@ -61,6 +61,19 @@ def test_packed_layer_rounds_the_exact_product_once(products, rows, bias, dtype)
     torch.testing.assert_close(out.double(), exact, rtol=most, atol=2e-5)
 
 
+def test_packed_layer_reads_transposed_inputs_of_one_sequence(products):
+    """A reshape of one sequence does not copy, so its rows may be strided."""
+    linear = nn.Linear(96, 80)
+    inputs = torch.randn(1, 96, 5).transpose(1, 2)
+
+    with torch.inference_mode():
+        strided, contiguous = (pack_linear(linear, products)(x) for x in (inputs, inputs.clone()))
+        expected = pack_linear(linear, products)(inputs.contiguous())
+
+    assert torch.equal(strided, expected)
+    assert torch.equal(contiguous, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_packed_layer_exposes_its_plain_weight(products, dtype):
     linear = nn.Linear(96, 80, dtype=dtype)
