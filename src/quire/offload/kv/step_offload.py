@@ -206,7 +206,8 @@ class KVOffload(MemoryListener):
         """Whether no record of a row needs its attention weights over all tokens."""
         groups = [self.memory.tables[name].group for name in self.memory.statistics_of(row)]
         return all(
-            group.statistic is not None and not isinstance(group.statistic, OfWeights)
+            group.state is not None
+            or (group.statistic is not None and not isinstance(group.statistic, OfWeights))
             for group in groups
         )
 
