@@ -396,6 +396,7 @@ _DELTA = {
 
 # layers with a recurrent state, and with attention: gated delta rule, convolution, Mamba 2 and 1
 HYBRID: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_5": _qwen3_5,
     "qwen3_next": lambda: Qwen3NextConfig(
         **_SHAPE | _DELTA,
         head_dim=16,
@@ -416,7 +417,6 @@ HYBRID: dict[str, Callable[[], PreTrainedConfig]] = {
 
 ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek_v3": _deepseek_v3,
-    "qwen3_5": _qwen3_5,
     "llama": _llama,
     "llama_mqa": _llama_mqa,
     "llama_mha": _llama_mha,

@@ -128,20 +128,20 @@ class TiedHeads:
     """
 
     def __init__(self, weight: Callable[[], Tensor], rotated: Int[Tensor, " element"]) -> None:
-        self._weight, self._rotated = weight, rotated
+        self._weight, self.rotated = weight, rotated
 
     @property
     def value_dim(self) -> int:
         return len(self._weight())
 
     def stored(self, key: Tensor) -> Tensor:
-        return key[..., self._rotated]
+        return key[..., self.rotated]
 
     def fold(
         self, query: Float[Tensor, "token num_heads head_dim"]
     ) -> Float[Tensor, "token num_heads joined_dim"]:
         weight = self._weight().detach().float().clone()
-        weight[self._rotated] = 0
+        weight[self.rotated] = 0
         scaled = (query.float() * weight).to(query.dtype)
         return torch.cat([scaled, self.stored(query)], dim=2)
 
@@ -150,7 +150,7 @@ class TiedHeads:
 
     def expand(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         keys = (value.float() * self._weight().detach().float()).to(key.dtype)
-        keys[..., self._rotated] = key
+        keys[..., self.rotated] = key
         return keys, value
 
     def prefers_expanding(self, tokens: int, slots: int) -> bool:

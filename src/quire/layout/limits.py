@@ -239,12 +239,6 @@ OFFLOAD_OF_PROMOTED = _offload(
     "precision promotes are written for all layers together",
     instead="use a codec without promoted tokens, such as int8, or leave out --kv-offload-memory",
 )
-OFFLOAD_OF_PAGES = _offload(
-    other="a codec of whole pages",
-    reason="offloaded layers are in the KV memory one after another, and after an eviction pages "
-    "with common scales are encoded again for all layers together",
-    instead="use a codec such as int8, or leave out --kv-offload-memory",
-)
 OFFLOAD_OF_INDEXED = Limit(
     area="offload",
     one="`--kv-offload-memory`",

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface
 
 from quire.errors import InvariantError, UnsupportedModel
+from quire.kernels.backend import TokenIndex
 from quire.kernels.latent import LatentHeads, TiedHeads
 from quire.models.base import AttentionCall, PagedAttention
 from quire.models.own_attention import (
@@ -233,7 +234,10 @@ def _check(
 ) -> None:
     name = type(module).__name__
     for option, argument in options.items():
-        if option in _KNOWN_OPTIONS or argument is None or argument is False:
+        known = option in _KNOWN_OPTIONS and (
+            option != "indices" or isinstance(argument, TokenIndex)
+        )
+        if known or argument is None or argument is False:
             continue
         if not option.startswith("output_"):
             raise UnsupportedModel(

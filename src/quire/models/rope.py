@@ -7,7 +7,7 @@ follows from its maximum number of tokens, and each forward is passed the varian
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.errors import InvariantError, UnsupportedModel
+from quire.kernels.latent import TiedHeads
 from quire.models.base import AttentionCall, OwnValue, PagedAttention
 from quire.models.rotary import Rotary
 
@@ -166,20 +167,25 @@ def find_rotaries(model: nn.Module, probe: Probe) -> dict[int, Rotary]:
     candidates = list(_candidates(model))
     found = {}
     for layer, queries in seen.by_layer.items():
-        errors = [_error(candidate, queries) for candidate in candidates]
+        elements = seen.elements.get(layer)
+        own = [replace(candidate, elements=elements) for candidate in candidates]
+        errors = [_error(candidate, queries) for candidate in own]
         best = min(range(len(candidates)), key=errors.__getitem__)
         if errors[best] < MAX_ERROR:
-            found[layer] = candidates[best]
+            found[layer] = own[best]
     return found
 
 
 class _Queries(OwnValue):
     def __init__(self) -> None:
         self.by_layer: dict[int, Tensor] = {}
+        self.elements: dict[int, Tensor] = {}  # of a head that keys store
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # of latents, the key is the rotated part; the rest of a query is not rotated
         self.by_layer[call.layer] = (query if call.latent is None else key).float()
+        if isinstance(call.latent, TiedHeads):
+            self.elements[call.layer] = call.latent.rotated
         return torch.zeros_like(super().attend(call, query, key, value))
 
 
@@ -201,7 +207,7 @@ def _error(candidate: Rotary, queries: Tensor) -> float:
     try:
         first = candidate.unrotate(queries[:1], positions[:1]).expand_as(queries)
         rotated = candidate.rotate(first, positions)
-    except (RuntimeError, TypeError, ValueError, KeyError):
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError):
         # more rotary elements than head_dim, another signature, or complex numbers (Llama 4)
         return float("inf")
     return float((rotated - queries).norm() / queries.norm())

@@ -15,11 +15,13 @@ class Rotary:
         module: computes cosines and sines of positions; None for a layer without RoPE.
         layer_type: argument of the module that selects the kind of layer, or None.
         halves: whether the module returns one value for each pair (True) or for each element.
+        elements: the elements of a head that heads here have; None: all.
     """
 
     module: nn.Module | None
     layer_type: str | None = None
     halves: bool = False
+    elements: Int[Tensor, " element"] | None = None
 
     def rotate(
         self, x: Float[Tensor, "token head head_dim"], positions: Int[Tensor, " token"]
@@ -71,7 +73,9 @@ class Rotary:
         like = torch.empty(1, device=positions.device)
         cosine, sine = self.module(like, positions[None], *kind)
         times = 2 if self.halves else 1
-        return cosine[0].repeat(1, times)[:, None], sine[0].repeat(1, times)[:, None]
+        each = (numbers[0].repeat(1, times)[:, None] for numbers in (cosine, sine))
+        cosine, sine = each if self.elements is None else (x[..., self.elements] for x in each)
+        return cosine, sine
 
 
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

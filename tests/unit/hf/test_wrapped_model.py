@@ -133,7 +133,7 @@ def test_earlier_wrapper_of_forward_is_restored() -> None:
 def test_unsupported_models_are_refused() -> None:
     rwkv = RwkvForCausalLM(RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2))
 
-    with pytest.raises(UnsupportedModel, match="layers are recurrent"):
+    with pytest.raises(UnsupportedModel, match="not a cache"):
         QuireCache(rwkv.eval())
     with pytest.raises(ConfigError, match="got Linear"):
         _refuse(torch.nn.Linear(1, 1))

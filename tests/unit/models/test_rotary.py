@@ -39,12 +39,19 @@ def full_layers(decoder):
     return [i for i, layer in enumerate(decoder.spec.layers) if layer.window is None]
 
 
+def rotated_part(decoder, call, query):
+    """The elements of queries that keys store: all; of latents, the last ones."""
+    if call.latent is None:
+        return query
+    latent = decoder.spec.latent
+    return call.latent.stored(query) if latent is None else query[..., latent.key_dim :]
+
+
 @pytest.mark.parametrize("name", [name for name in zoo.ARCHITECTURES if name != "llama4"])
 def test_inverse_rope_of_one_token_is_independent_of_its_position(name):
     """One token at all positions: its pre-RoPE queries are equal; in latents, their last part."""
     decoder = TransformersDecoder(zoo.build(name))
-    reason, latent = decoder.prepare(QueryMoments()), decoder.spec.latent
-    assert (reason is None) == (latent is None)
+    assert (decoder.prepare(QueryMoments()) is None) == (not decoder.spec.joins_keys)
     assert decoder.prepare_pre_rope() is None or name in ("gpt2", "opt")
     recorder = Recorder()
     token = torch.full_like(POSITIONS, 9)
@@ -55,7 +62,7 @@ def test_inverse_rope_of_one_token_is_independent_of_its_position(name):
 
     for layer in full_layers(decoder):
         rotary, query = recorder.calls[layer].rotary, recorder.queries[layer]
-        query = query if latent is None else query[..., latent.key_dim :]
+        query = rotated_part(decoder, recorder.calls[layer], query)
         assert rotary.module is not None
         pre_rope = rotary.unrotate(query, POSITIONS)
         torch.testing.assert_close(pre_rope, pre_rope[:1].expand_as(pre_rope), atol=1e-4, rtol=1e-4)
@@ -148,9 +155,11 @@ def test_queries_and_keys_at_position_0_can_be_rotated_to_any_position(name):
 
         assert at_zero.calls.keys() == set(range(decoder.spec.num_layers))
         for layer, call in at_zero.calls.items():
-            first = 0 if call.latent is None else decoder.spec.latent.key_dim
+            queries = (
+                rotated_part(decoder, call, one.queries[layer]) for one in (at_zero, rotated)
+            )
             for vectors, expected in (
-                (at_zero.queries[layer][..., first:], rotated.queries[layer][..., first:]),
+                tuple(queries),
                 (at_zero.keys[layer], rotated.keys[layer]),
             ):
                 moved = call.rotary.rotate_pre_rope(vectors, POSITIONS)

@@ -50,7 +50,6 @@ from quire.offload.split import COPY, MeasuredRates, activation_gate, pipelined_
 from quire.offload.step_log import HOST_ATTEND, PROJECT
 from quire.offload.swap.transfer import ThreadTransferWorker, TransferWorker
 from quire.plan.fitting import fit_seconds
-from quire.scheduler.peaks import evicts_offloaded
 from quire.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
@@ -260,13 +259,11 @@ class OffloadChoice:
                 impossible.
             ConfigError: too few bytes for a page of KV or of activations.
         """
-        # under pressure, sequences of a group are offloaded: they do not evict
+        promotes = any(group.promoted is not None for group in self.layout.groups)
         rule = self._config.evict
-        evicts = rule != "full" and f"when={PRESSURE}" not in rule
-        if evicts and not evicts_offloaded(self.layout):
-            promotes = any(group.promoted is not None for group in self.layout.groups)
-            limit = limits.OFFLOAD_OF_PROMOTED if promotes else limits.OFFLOAD_OF_PAGES
-            raise limits.refused(limit)
+        # under pressure, sequences of a group are offloaded: they do not evict
+        if promotes and rule != "full" and f"when={PRESSURE}" not in rule:
+            raise limits.refused(limits.OFFLOAD_OF_PROMOTED)
         self._refuse_recompute()
         self._refuse_too_small(stream_bytes)
         self._refuse_activation_codec()
