@@ -105,7 +105,7 @@ QUICK = [
 
 def quick_cases(architecture: str, attention: str) -> list[tuple[int, int, str]]:
     """Different cases for each kind of attention, four for an architecture with both."""
-    names = [*zoo.ARCHITECTURES, *zoo.NATIVE, *zoo.OWN_ATTENTION]
+    names = [*zoo.NATIVE, *zoo.OWN_ATTENTION, *zoo.ARCHITECTURES]
     place = names.index(architecture) + 3 * (attention == "auto")
     return QUICK[place % len(QUICK)]
 
@@ -142,7 +142,7 @@ GATHERED = ("llama", "mistral", "gemma2", "opt", "gpt_oss", "bloom", "falcon_ali
 
 def cases() -> list:
     """Each architecture with attention in C, if it is built, and some without."""
-    names = [*zoo.ARCHITECTURES, *zoo.NATIVE, *zoo.OWN_ATTENTION]
+    names = [*zoo.NATIVE, *zoo.OWN_ATTENTION, *zoo.ARCHITECTURES]
     found = [pytest.param(name, "auto", id=f"{name}-auto") for name in names]
     for name in names:
         marks = [] if name in GATHERED else [pytest.mark.slow]

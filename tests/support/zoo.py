@@ -416,7 +416,6 @@ HYBRID: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "deepseek_v3": _deepseek_v3,
     "llama": _llama,
     "llama_mqa": _llama_mqa,
     "llama_mha": _llama_mha,
@@ -438,6 +437,7 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt_oss": _gpt_oss,
     "mimo_v2_flash": _mimo_v2_flash,
     **{name: partial(REPEATED[name], 1) for name in REPEATED if name != "gemma4_apart"},
+    "deepseek_v3": _deepseek_v3,
 }
 
 
