@@ -266,8 +266,8 @@ def models() -> str:
         "| model_type | because | use instead |\n|---|---|---|\n" + "\n".join(rows) + "\n\n"
         "Refused by config or class: an encoder or a second modality, and in other models than\n"
         "those above an indexer, chunked attention or layers that share keys and values; a\n"
-        "recurrent state of unknown shape, RoPE scaling of type `dynamic`, attention without the interface, and\n"
-        "models without `position_ids`.\n"
+        "recurrent state of unknown shape, RoPE scaling of type `dynamic`, attention without the\n"
+        "interface, and models without `position_ids`.\n"
     )
 
 
