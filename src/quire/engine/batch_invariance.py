@@ -40,6 +40,8 @@ def prepare_batch_invariant(model: LoadedModel, config: KVConfig, codec: str) ->
         raise limits.refused(limits.INVARIANT_MIXTURE)
     if model.spec.latent is not None:
         raise limits.refused(limits.INVARIANT_LATENTS)
+    if any(layer.state is not None for layer in model.spec.layers):
+        raise limits.refused(limits.INVARIANT_STATES)
     if config.offload.kv_memory:
         raise limits.refused(limits.INVARIANT_OFFLOAD)
     if form.needs_plain or form.promoted is not None:

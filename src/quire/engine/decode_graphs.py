@@ -284,6 +284,8 @@ def why_no_graphs(kv: PagedKV) -> str | None:
         return "keys are stored before RoPE"
     if kv.joined:
         return "rows attend to latents in a form that is chosen in every step"
+    if kv.states:
+        return "recurrent states are read and written between layers"
     if kv.full_precision or kv.promoted:
         return "the KV codec keeps some tokens in full precision"
     return None

@@ -289,16 +289,16 @@ def attend_pages(
     out = query.new_empty(*query.shape[:2], latent.value_dim)
     for part in parts:
         rows, tokens = part.indices(query.device)
-        sums = None if column_sums is None else column_sums[rows]
+        sums, own_math = None if column_sums is None else column_sums[rows], math
         if layer is not None and part.gathers:
             attend = partial(layer.attend_decode, backend, rows=part.rows, column_sums=sums)
         else:
             selected = layer.seen(part.rows) if layer is not None and part.selects else None
-            math = replace(math, selected=selected)
+            own_math = replace(math, selected=selected)
             own = (fresh[0][tokens], fresh[1][tokens])
             attend = partial(backend.attend, part.plan, part.pages(pages))
             attend = partial(attend, fresh=own, column_sums=sums)
-        out[tokens] = _in_form(part, math, query[tokens], attend)
+        out[tokens] = _in_form(part, own_math, query[tokens], attend)
         if column_sums is not None and sums is not None:
             column_sums[rows] = sums
     return out

@@ -339,6 +339,11 @@ INVARIANT_LATENTS = _invariant(
     reason="the form in which latents are attended to depends on the chunk of the prompt",
     instead="leave out --batch-invariant",
 )
+INVARIANT_STATES = _invariant(
+    other="a model with recurrent layers",
+    reason="the sums of a scan depend on the chunk of the prompt",
+    instead="leave out --batch-invariant",
+)
 INVARIANT_OFFLOAD = _invariant(
     other="KV offload",
     reason="attention over offloaded KV is computed in several segments",

@@ -144,8 +144,8 @@ class PagedAttention(Protocol):
     token, the cosine between the residual stream before and after attention was added.
     If it has `takes_rope` set, a decoder may pass queries and keys before RoPE, with
     `AttentionCall.rope`; they may be overwritten.
-    If it has `states`, recurrent layers read and write the states of its sequences; otherwise each
-    token is a sequence of its own.
+    Recurrent layers read and write its `states`; if they are None, each token is a sequence of its
+    own.
     If it has `hidden_rows`, its `note_hidden_states(states)` is called once at the end, with the
     hidden states of these rows of the batch after the last layer and its norm.
     """
@@ -339,6 +339,8 @@ class Comparable(Decoder, Protocol):
 
 class OwnValue:
     """Attention in which every token attends to itself only; for probes of a model."""
+
+    states = None  # each token is a sequence of its own
 
     def attend(
         self,

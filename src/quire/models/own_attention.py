@@ -326,7 +326,7 @@ def number_layers(model: nn.Module) -> None:
                 vars(module)["layer_idx"] = hybrid.mamba_decoder.layer_idx
 
 
-def replace_recurrent(model: nn.Module, current: Callable[[], object | None]) -> None:
+def replace_recurrent(model: nn.Module, current: Callable[[], Any]) -> None:
     """Replace the forward of recurrent modules by one over the states of a flat batch.
 
     Args:
@@ -344,7 +344,7 @@ def restore_recurrent(model: nn.Module) -> None:
 
 
 def _over_states(
-    module: Any, original: Callable[..., Any], current: Callable[[], object | None]
+    module: Any, original: Callable[..., Any], current: Callable[[], Any]
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(hidden_states: Tensor, *args: Any, **options: Any) -> Any:
@@ -356,8 +356,7 @@ def _over_states(
         def run(inputs: Tensor, cache: StateCache | None) -> Any:
             return continued(module, original, inputs, cache)(inputs, cache=cache)
 
-        states = getattr(attention, "states", None)
-        return run_recurrent(states, module.layer_idx, hidden_states, run)
+        return run_recurrent(attention.states, module.layer_idx, hidden_states, run)
 
     return forward
 

@@ -6,6 +6,7 @@ from models.tiny import build
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
+from quire.errors import UnsoundCombination
 from quire.layout.model import ModelSpec
 from quire.models.loader import load_model
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -79,6 +80,11 @@ def test_each_turn_of_a_conversation_computes_its_new_tokens_and_less_than_a_blo
         if turn in (1, 7):
             assert answer(cold, f"cold {turn}", prompt)[0] == tokens
         prompt = [*prompt, *tokens, *(3 + (turn * 7 + n) % 90 for n in range(TURN_TOKENS))]
+
+
+def test_batch_invariance_is_refused(loaded):
+    with pytest.raises(UnsoundCombination, match="--batch-invariant"):
+        Engine(loaded, kv_config(memory="4MiB"), ScheduleConfig(batch_invariant=True))
 
 
 def test_an_edited_last_message_computes_itself_and_less_than_a_block(loaded):
