@@ -5,7 +5,7 @@ numbers: where one lies between two of them, that is enough to make it the other
 apart by 1e-2. Here products are computed in float64 and rounded once, which differs from batch to
 batch in one number of 1e8. So are activations: PyTorch computes the last numbers of a tensor, those
 that do not fill a vector register, by another function than the others, so the batch's size decides
-how a number is rounded (SiLU and GELU, AVX2 and AVX-512).
+how a number is rounded (SiLU and GELU, AVX2 and AVX-512; the complex products of Llama 4's RoPE).
 
 Keys stored before RoPE are rotated to their indices among the slots that a step reads. In a lane
 with a window these indices depend on the chunks; the products of rotated queries and keys do not,
@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers.activations import GELUActivation, GELUTanh
+from transformers.models.llama4 import modeling_llama4
 
 from quire.eviction import calibration
 from quire.kernels import gathered, pre_rope, select
@@ -34,6 +35,9 @@ def use_exact_products(patch: pytest.MonkeyPatch) -> None:
         return nn.functional.linear(x.double(), layer.weight.double(), bias).to(x.dtype)
 
     patch.setattr(nn.Linear, "forward", forward)
+    polar = torch.polar
+    patch.setattr(torch, "polar", lambda *x: polar(*(y.double() for y in x)).to(torch.complex64))
+    patch.setattr(modeling_llama4, "apply_rotary_emb", _rotated_complex)
     for name in ("silu", "gelu"):
         patch.setattr(nn.functional, name, _in_float64(getattr(nn.functional, name)))
     for kind in (GELUTanh, GELUActivation):  # models made before hold the function itself
@@ -80,6 +84,16 @@ def _wide_latents():
         "unfold": lambda latent, out: by_head("unfold", latent, out).float(),
         "expand": expand,
     }
+
+
+def _rotated_complex(query, key, frequencies):
+    """The rotation of Llama 4: neighbours are a complex number."""
+
+    def rotated(x):
+        pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * frequencies[:, :, None]).flatten(-2).to(x.dtype)
+
+    return rotated(query), rotated(key)
 
 
 def exact_rotation(rotate):
