@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     DeepseekV3Config,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3NextConfig,
 )
 
 from quire.layout.model import ModelSpec
@@ -94,6 +96,42 @@ def _latent() -> DeepseekV3Config:
     )
 
 
+_OF_125M: Mapping[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 768,
+    "intermediate_size": 2_048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8_192,
+    "tie_word_embeddings": False,
+}
+
+
+def _gated_delta_rule() -> Qwen3NextConfig:
+    """The 125M shape with the gated delta rule in three of four layers; no experts."""
+    return Qwen3NextConfig(
+        **_OF_125M,
+        head_dim=64,
+        linear_num_key_heads=3,
+        linear_num_value_heads=6,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        mlp_only_layers=list(range(12)),
+    )
+
+
+def _mamba_2() -> BambaConfig:
+    """The 125M shape with Mamba 2 in three of four layers."""
+    return BambaConfig(
+        **_OF_125M,
+        mamba_n_heads=24,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        attn_layer_indices=[3, 7, 11],
+    )
+
+
 SHAPES: Mapping[str, Callable[[], LlamaConfig]] = {
     # TinyLlama
     "1100m": partial(llama, 32_000, 2_048, 5_632, layers=22, heads=32, kv_heads=4),
@@ -109,7 +147,12 @@ SHAPES: Mapping[str, Callable[[], LlamaConfig]] = {
 }
 """Shapes of models with random weights."""
 
-ALL_SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {**SHAPES, "125m-latent": _latent}
+ALL_SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    **SHAPES,
+    "125m-latent": _latent,
+    "125m-hybrid": _gated_delta_rule,
+    "125m-mamba2": _mamba_2,
+}
 """Also those of other families."""
 
 

@@ -9,8 +9,11 @@ from transformers import PreTrainedConfig
 from benchmarks.common.models import ALL_SHAPES
 from quire.config.kv_config import AttentionName, KVConfig, PrefixCacheConfig
 from quire.errors import ConfigError
+from quire.kv.pages import Arena
 from quire.layout.config import dtype_bytes
+from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
+from quire.plan.capacity import sequence_pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,11 @@ class Workload:
 
     def kv_bytes(self, spec: ModelSpec, *, page_tokens: int = 16) -> int:
         """Bytes of a KV memory for all sequences at their final length, in whole pages."""
+        if spec.state_values:  # pages of several sizes, in whole slabs
+            layout = layout_for(spec, codec=self.dtype, page_tokens=page_tokens)
+            pages = sequence_pages(layout, self.final_tokens)
+            sizes = [(page.page_bytes, count * self.prompts) for page, count in pages.items()]
+            return Arena(1 << 40, [size for size, _ in sizes]).fitting_bytes(sizes)
         slots = -(-self.final_tokens // page_tokens) * page_tokens
         return spec.kv_bytes_per_token(dtype_bytes(self.dtype)) * slots * self.prompts
 

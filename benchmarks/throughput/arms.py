@@ -1,4 +1,4 @@
-"""Arms of the throughput benchmark: Quire, and two ways of Transformers to run a batch."""
+"""Arms of the throughput benchmark: Quire, and three ways of Transformers to run the prompts."""
 
 import statistics
 import time
@@ -27,6 +27,7 @@ from quire.config.kv_config import AttentionName
 from quire.engine.core import Engine
 from quire.errors import InvariantError
 from quire.layout.config import dtype_bytes
+from quire.layout.layout import STATES_CODEC
 from quire.layout.model import ModelSpec
 from quire.models.loader import LoadedModel
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -115,46 +116,54 @@ class QuireArm:
 
 
 class StaticArm:
-    """`generate` on all prompts at once, with SDPA.
+    """`generate` with SDPA: on all prompts at once (`hf_static`), or one call each (`hf_one`).
 
     Args:
         model: model with Quire's weights.
         workload: prompts of one length.
         spec: shape of the model, for the bytes of its cache.
+        together: whether one call gets all prompts.
     """
 
-    name = "hf_static"
-
-    def __init__(self, model: PreTrainedModel, workload: Workload, spec: ModelSpec) -> None:
+    def __init__(
+        self, model: PreTrainedModel, workload: Workload, spec: ModelSpec, *, together: bool = True
+    ) -> None:
+        self.name = "hf_static" if together else "hf_one"
         self._model: Any = model  # its generation is not typed
         self._workload, self._spec = workload, spec
-        self._ids = torch.tensor(workload.prompt_ids())
+        ids = torch.tensor(workload.prompt_ids())
+        self._calls = [ids] if together else list(ids.split(1))
         # the model's own generation config would set an end token
         self._model.generation_config.eos_token_id = None
 
     def run(self) -> ArmResult:
-        """Generate once."""
-        clock = StepClock()
-        started_s = time.perf_counter()
-        with torch.inference_mode():
-            out = self._model.generate(
-                self._ids,
-                attention_mask=torch.ones_like(self._ids),
-                generation_config=greedy(self._workload.new_tokens),
-                stopping_criteria=StoppingCriteriaList([clock]),
-            )
-        total_s = time.perf_counter() - started_s
-        assert isinstance(out, Tensor), "generate returns only token ids by default"
-        answers = out[:, self._workload.prompt_tokens :].tolist()
-        cached = self._spec.kv_bytes(
-            self._workload.final_tokens - 1, dtype_bytes(self._workload.dtype)
-        ) * len(answers)
+        """Generate once; the time of a decode step is that of a token of every prompt."""
+        total_s = prefill_s = step_s = 0.0
+        answers: list[list[int]] = []
+        for ids in self._calls:
+            clock = StepClock()
+            started_s = time.perf_counter()
+            with torch.inference_mode():
+                out = self._model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    generation_config=greedy(self._workload.new_tokens),
+                    stopping_criteria=StoppingCriteriaList([clock]),
+                )
+            total_s += time.perf_counter() - started_s
+            prefill_s += clock.times_s[0] - started_s
+            step_s += median_gap(clock.times_s)
+            assert isinstance(out, Tensor), "generate returns only token ids by default"
+            answers += out[:, self._workload.prompt_tokens :].tolist()
+        spec, tokens = self._spec, self._workload.final_tokens - 1
+        cached = spec.kv_bytes(tokens, dtype_bytes(self._workload.dtype))
+        cached += spec.state_values * dtype_bytes(STATES_CODEC)
         return ArmResult(
             arm=self.name,
             total_s=total_s,
-            prefill_s=clock.times_s[0] - started_s,
-            decode_step_s=median_gap(clock.times_s),
-            kv_bytes=cached,
+            prefill_s=prefill_s,
+            decode_step_s=step_s,
+            kv_bytes=cached * len(self._calls[0]),
             tokens=tuple(tuple(answer) for answer in answers),
         )
 

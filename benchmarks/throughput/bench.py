@@ -24,7 +24,7 @@ from quire.layout.model import ModelSpec
 from quire.plan.roofline import RowTokens
 from quire.profile.ceilings import LARGE_BUFFER_BYTES, MemoryProbe, seconds
 
-PEERS = ("hf_static", "hf_cb")
+PEERS = ("hf_static", "hf_one", "hf_cb")
 ATTENTION_PASSES = 5  # in each round
 
 
@@ -47,7 +47,7 @@ class ThroughputConfig:
     attention_shape: AttentionShape = field(default_factory=AttentionShape)
     repeats: int = 5
     attention: AttentionName = "auto"
-    peers: tuple[str, ...] = PEERS
+    peers: tuple[str, ...] = ("hf_static", "hf_cb")
     buffer_bytes: int = LARGE_BUFFER_BYTES
     judged_prompts: int = 4
     products: tuple[tuple[int, int, int], ...] = PRODUCTS
@@ -95,6 +95,7 @@ class ThroughputBench:
         peer_model = random_weights(workload.shape(), dtype=workload.torch_dtype)
         peers: dict[str, Arm] = {
             "hf_static": StaticArm(peer_model, workload, self.spec),
+            "hf_one": StaticArm(peer_model, workload, self.spec, together=False),
             "hf_cb": ContinuousArm(peer_model, workload, self.spec),
         }
         self._arms: list[Arm] = [self._quire, *(peers[name] for name in config.peers)]
@@ -170,6 +171,9 @@ def summarise(
         if i:
             ratios = [found.arms[0].total_s / found.arms[i].total_s for found in rounds]
             claims[f"total_ratio_vs_{result.arm}"] = statistics.median(ratios)
+            if result.decode_step_s:
+                ratios = [f.arms[0].decode_step_s / f.arms[i].decode_step_s for f in rounds]
+                claims[f"decode_ratio_vs_{result.arm}"] = statistics.median(ratios)
         times_s = [found.arms[i].total_s for found in rounds]
         claims[f"{result.arm}_total_s"] = statistics.median(times_s)
         claims[f"{result.arm}_tokens_per_s"] = generated / statistics.median(times_s)

@@ -16,18 +16,27 @@ if TYPE_CHECKING:
     from benchmarks.throughput.bench import Round, ThroughputConfig
 
 
+_SHAPES = (
+    "Shape: 125m (Llama), 125m-latent (MLA), 125m-hybrid (gated delta rule in 3 of 4 layers) or "
+    "125m-mamba2 (Mamba 2 in 3 of 4 layers)."
+)
+
+
 def throughput(  # noqa: PLR0913 - one parameter per option
     *,
     prompts: Annotated[int, typer.Option(min=1, help="Number of prompts, all at once.")] = 32,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=3, help="Generated tokens per prompt.")] = 64,
-    model: Annotated[str, typer.Option(help="Shape: 125m (Llama) or 125m-latent (MLA).")] = "125m",
+    model: Annotated[str, typer.Option(help=_SHAPES)] = "125m",
     dtype: Annotated[str, typer.Option(help="Type of weights and KV.")] = "bfloat16",
     repeats: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
     attention: Attention = "auto",
     peers: Annotated[
         str,
-        typer.Option(help="Comma-separated peers: hf_static, hf_cb or none."),
+        typer.Option(
+            help="Comma-separated peers: hf_static (generate), hf_one (generate, prompt by prompt),"
+            " hf_cb or none."
+        ),
     ] = "hf_static,hf_cb",
     quick: Annotated[bool, quick_option("A tiny model and few tokens, for a trial.")] = False,
     threads: Threads = 0,
