@@ -239,8 +239,8 @@ class SlowTransferWorker(ThreadTransferWorker):
 
 
 def slowed(
-    compute: Callable[..., tuple[Tensor, Tensor]], link: SlowLink, token_s: float
-) -> Callable[..., tuple[Tensor, Tensor]]:
+    compute: Callable[..., tuple[Tensor, ...]], link: SlowLink, token_s: float
+) -> Callable[..., tuple[Tensor, ...]]:
     """Let the recompute of keys and values take a given time per token while the link is slow.
 
     Args:
@@ -249,7 +249,7 @@ def slowed(
         token_s: seconds of a token; longer than the real time.
     """
 
-    def run(layer: int, inputs: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def run(layer: int, inputs: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         end_s = time.perf_counter() + len(inputs) * token_s
         found = compute(layer, inputs, *args, **kwargs)
         if link.is_slow:

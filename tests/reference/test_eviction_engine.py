@@ -552,11 +552,6 @@ def test_selected_latents_are_read_in_the_precision_of_the_codec(codec, evict):
     assert largest_difference(other.logits, first.logits) <= 1e-4
 
 
-def test_kv_offload_of_indexed_latents_is_refused():
-    with pytest.raises(UnsoundCombination, match="an index selects tokens from the whole sequence"):
-        run({}, model="glm_moe_dsa", kv={"offload_memory": "8MiB"})
-
-
 def test_a_request_may_not_wrap_a_rule_that_cannot_score_latents():
     engine = Engine(loaded("deepseek_v3"), kv_config(memory="2MiB", evict_allow="kvcrush"))
 

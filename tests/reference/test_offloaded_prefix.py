@@ -35,7 +35,7 @@ PROMPTS = {
     "c": [3 + i * i % 60 for i in range(40)] + [8, 8, 4] * 7,
     "d": [11, 4] * 9,
 }
-MODELS = ("llama_mha", "qwen3", "gemma2", "opt", "mimo_v2_flash", "deepseek_v3")
+MODELS = ("llama_mha", "qwen3", "gemma2", "opt", "mimo_v2_flash", "deepseek_v3", "glm_moe_dsa")
 ROW_TOKENS = 96
 
 
@@ -161,11 +161,13 @@ def test_logits_equal_those_with_enough_memory(name, rows):
         ("qwen3", "1"),
         ("mimo_v2_flash", "1"),
         ("deepseek_v3", "1"),
+        ("glm_moe_dsa", "1"),
         *(
             pytest.param(name, part, marks=pytest.mark.slow)
             for name in ("opt", "llama", "gemma2", "gpt_neox", "phi3", "stablelm", "gpt_oss")
             for part in ("0", "0.5", "1")
         ),
+        pytest.param("deepseek_v32", "0.5", marks=pytest.mark.slow),
     ],
 )
 def test_recomputed_kv_gives_equal_logits(name, part):
@@ -457,6 +459,7 @@ def test_requests_with_several_sequences_are_not_offloaded():
     [
         ("llama_mha", "tova", "none", 1.1, True),
         ("qwen3", "average", "int8", 1.1, False),
+        ("glm_moe_dsa", "h2o", "none", 1.1, True),
         pytest.param("llama_mqa", "average", "none", 1.1, True, marks=pytest.mark.slow),
         pytest.param("llama_mha", "tova", "int8", 0.8, True, marks=pytest.mark.slow),
         pytest.param("opt", "recent", "none", 1.1, True, marks=pytest.mark.slow),
@@ -575,6 +578,11 @@ def test_invalid_options_are_rejected_at_start(options, error, says):
             "of at most 1, got 0.5 and 0.6: lower one",
         ),
         ("llama", {"offload_memory": "1KiB"}, "expected --kv-offload-memory of .* or more"),
+        (
+            "glm_moe_dsa",
+            {"offload_cpu_attention": "0.5"},
+            "an index selects tokens by the scores of the whole sequence",
+        ),
     ],
 )
 def test_options_without_effect_are_rejected(name, options, says):

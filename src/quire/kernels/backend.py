@@ -216,6 +216,7 @@ class TokenIndex:
         key: index keys, after RoPE.
         scale: factor on the products.
         topk: tokens to which a query attends.
+        rotated_from: element of a query or key from which on RoPE rotates.
         rows: rows of the step with more slots than `topk`; None: not selected yet.
         positions: of the selected tokens, for each token in `rows`; else -1.
     """
@@ -225,6 +226,7 @@ class TokenIndex:
     key: Float[Tensor, "num_tokens index_dim"]
     scale: float
     topk: int
+    rotated_from: int = 0
     rows: NDArray[np.int64] | None = None
     positions: Int[Tensor, "num_tokens topk"] | None = None
 

@@ -356,6 +356,6 @@ def offloaded_token_bytes(layout: CacheLayout) -> int:
 
 def can_be_offloaded(group: LaneGroup) -> bool:
     """Return whether the first pages of a group's lanes can be offloaded and this frees memory."""
-    if group.private or group.bounded or group.readers > 1 or group.topk is not None:
+    if group.private or group.bounded or group.readers > 1:
         return False
     return len(group.layers) > SLOTS

@@ -239,14 +239,6 @@ OFFLOAD_OF_PROMOTED = _offload(
     "precision promotes are written for all layers together",
     instead="use a codec without promoted tokens, such as int8, or leave out --kv-offload-memory",
 )
-OFFLOAD_OF_INDEXED = Limit(
-    area="offload",
-    one="`--kv-offload-memory`",
-    other="a model with an index of sparse attention (DSA)",
-    reason="an index selects tokens from the whole sequence, and attention over offloaded KV is "
-    "computed in several segments",
-    instead="leave out --kv-offload-memory; use --swap-space for preempted requests",
-)
 _recompute = partial(Limit, area="offload", one="recompute of offloaded KV")
 _cpu_attention = partial(Limit, area="offload", one="CPU attention")
 RECOMPUTE_OF_HEADS = _recompute(
@@ -270,6 +262,11 @@ CPU_ATTENTION_OF_PARTS = _cpu_attention(
     reason="partial attention needs keys stored after RoPE, and a codec without full-precision "
     "tokens",
     instead="use a codec without +sinks and +residual and a rule other than streaming",
+)
+CPU_ATTENTION_WITH_INDEX = _cpu_attention(
+    other="a model with an index of sparse attention (DSA)",
+    reason="an index selects tokens by the scores of the whole sequence before attention begins",
+    instead="use --kv-offload-recompute",
 )
 CPU_ATTENTION_WITH_WEIGHTS = _cpu_attention(
     other="a rule with statistics of the attention to every token",

@@ -15,7 +15,7 @@ and rotary positions are supported, since the model's own code computes them.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from quire.errors import InvariantError
+from quire.kernels.backend import TokenIndex
 from quire.layout.model import ModelSpec
 from quire.layout.statistics import QueryMoments, ResidualSimilarity, Statistic
 from quire.models.base import AttentionCall, OwnValue
@@ -39,26 +40,38 @@ from quire.models.rope import PROBED_POSITIONS, Probe, Rotations, find_rotaries
 from quire.models.rotary import Rotary
 
 HIDDEN = "hidden_states"
-QUERIES = ("q_proj", "q_a_proj", "q_b_proj")
+QUERIES = ("q_proj", "q_a_proj", "q_b_proj", "indexer.wq_b")
 KEYS = frozenset(("k_proj", "kv_a_proj_with_mqa"))
 """Projections beside those of queries; without one of them, a product computes all."""
 MAX_KV_ERROR = 0.02  # maximum relative error of keys and values computed without queries
 
-KeysAndValues = tuple[Tensor, Tensor]
+KeysAndValues = tuple[Tensor, ...]
+"""Keys and values [token, num_kv_heads, head_dim], and index keys [token, index_dim] if stored."""
 
 
 class _Caught(Exception):
     """Not an error: raised at the attention call to end the forward of a layer."""
 
-    def __init__(self, key: Tensor, value: Tensor) -> None:
-        self.key, self.value = key, value
+    def __init__(self, key: Tensor, value: Tensor, index: TokenIndex | None) -> None:
+        self.key, self.value, self.index = key, value, index
+
+    @property
+    def stored(self) -> KeysAndValues:
+        return (self.key, self.value, *(() if self.index is None else (self.index.key,)))
 
 
 class _Catching:
-    """Attention that ends the forward and returns the keys and values of its call."""
+    """Attention that ends the forward and returns the keys and values of its call.
+
+    Args:
+        indexed: layers with an index of their own.
+    """
+
+    def __init__(self, indexed: Container[int]) -> None:
+        self._indexed = indexed
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        raise _Caught(key, value)
+        raise _Caught(key, value, call.index if call.layer in self._indexed else None)
 
 
 class _NoQuery(nn.Module):
@@ -99,8 +112,10 @@ class LayerKV:
         rotaries: Mapping[int, Rotary],
         probe: Probe,
         weights: LayerSource | None = None,
+        indexed: Container[int] = (),
     ) -> None:
         self._model, self._bridge, self._weights = model, bridge, weights
+        self._attention = _Catching(indexed)
         self._layers = {
             number: self._with_no_query(number, layer)
             for number, layer in _seen_layers(model, rotaries, probe).items()
@@ -116,33 +131,39 @@ class LayerKV:
         inputs: Float[Tensor, "token hidden"],
         positions: Int[Tensor, " token"],
     ) -> KeysAndValues:
-        """Keys and values of a layer, [token, num_kv_heads, head_dim] each, keys after RoPE.
+        """What a layer stores of its tokens, keys after RoPE.
 
         Equal to the stored ones up to the summation order of products and, in half precision after
         fused layers, the rounding of cosines and sines.
         """
         found = self._layers[layer]
         self.arrive(layer)
-        key, value = self._caught(found, inputs[None])
-        return found.rotary.rotate_pre_rope(key, positions).to(value.dtype), value
+        caught = self._caught(found, inputs[None])
+        rotate, index, dtype = found.rotary.rotate_pre_rope, caught.index, caught.value.dtype
+        stored = rotate(caught.key, positions).to(dtype), caught.value
+        if index is None:
+            return stored
+        begin, key = index.rotated_from, index.key
+        rotated = rotate(key[:, None, begin:], positions)[:, 0].to(dtype)
+        return *stored, torch.cat([key[:, :begin], rotated], dim=1)
 
     def first_layer(
         self, token_ids: Int[Tensor, " token"], positions: Int[Tensor, " token"]
     ) -> KeysAndValues:
         with self._catching() as caught:
             self._model(**model_inputs(self._model, token_ids, positions), use_cache=False)
-        return caught[0].key, caught[0].value
+        return caught[0].stored
 
-    def _caught(self, layer: _KVLayer, hidden: Tensor) -> KeysAndValues:
+    def _caught(self, layer: _KVLayer, hidden: Tensor) -> _Caught:
         with _replaced(layer), self._catching() as caught:
             layer.run(hidden)
-        return caught[0].key, caught[0].value
+        return caught[0]
 
     @contextmanager
     def _catching(self) -> Iterator[list[_Caught]]:
         """Run the block until it calls attention; may be used inside another attention call."""
         caught: list[_Caught] = []
-        with self._bridge.attending(_Catching()):
+        with self._bridge.attending(self._attention):
             try:
                 yield caught
             except _Caught as end:
@@ -179,13 +200,13 @@ class LayerKV:
 
         hooks = [one.register_forward_hook(partial(note, name)) for name, one in queries.items()]
         try:
-            expected = self._caught(layer, hidden)
+            expected = self._caught(layer, hidden).stored
         finally:
             for hook in hooks:
                 hook.remove()
         lighter = replace(layer, no_query={name: _NoQuery(n) for name, n in widths.items()})
         try:
-            found = self._caught(lighter, hidden)
+            found = self._caught(lighter, hidden).stored
         except RuntimeError:  # the module writes into its queries
             return layer
         return lighter if all(map(_near, found, expected)) else layer
@@ -261,18 +282,19 @@ class _Zeros(OwnValue):
 @contextmanager
 def _replaced(layer: _KVLayer) -> Iterator[None]:
     """Replace the query projections of the layer within the block."""
-    modules = layer.module._modules
-    queries = {name: modules[name] for name in layer.no_query}
-    modules.update(layer.no_query)
+    queries = {name: layer.module.get_submodule(name) for name in layer.no_query}
+    for name, one in layer.no_query.items():
+        layer.module.set_submodule(name, one)
     try:
         yield
     finally:
-        modules.update(queries)
+        for name, query in queries.items():
+            layer.module.set_submodule(name, query)
 
 
 def _queries(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the query projections of an attention module."""
-    return {name: one for name in QUERIES if (one := module._modules.get(name)) is not None}
+    """Return the query projections of an attention module, and of its index."""
+    return {name: one for name, one in module.named_modules() if name in QUERIES}
 
 
 def _near(found: Tensor, expected: Tensor) -> bool:
@@ -327,8 +349,9 @@ class Observing:
             )
         if self._recomputation is None:
             with torch.inference_mode():
+                indexed = [n for n, heads in enumerate(self._spec.heads) if heads.index_dim]
                 self._recomputation = LayerKV(
-                    self._model, self._bridge, rotaries, self._probe, weights
+                    self._model, self._bridge, rotaries, self._probe, weights, indexed
                 )
         return None
 

@@ -242,7 +242,7 @@ def _indexer(
     weights, scale = weights * module.n_heads**-0.5, module.softmax_scale
     if rotated_last:  # this family multiplies the weights by the scale
         weights, scale = weights * scale, 1.0
-    return TokenIndex(query, weights, key[:, 0], scale, module.index_topk)
+    return TokenIndex(query, weights, key[:, 0], scale, module.index_topk, begin)
 
 
 _LATENT = OwnAttention("expand_kv", _latents)

@@ -9,7 +9,6 @@ from quire.errors import ConfigError
 from quire.kernels.memory import free_device_bytes
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore, store_of
-from quire.layout import limits
 from quire.layout.layout import can_be_offloaded
 from quire.layout.pages import CacheLayout
 from quire.offload.kv.cuda_transfer import StreamTransferWorker
@@ -50,8 +49,6 @@ def stream_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
     if not requested_bytes:
         _refuse_parts_of_nothing(config)
         return 0
-    if any(group.topk is not None for group in layout.groups):
-        raise limits.refused(limits.OFFLOAD_OF_INDEXED)
     if not any(map(can_be_offloaded, layout.groups)):
         raise ConfigError(
             "--kv-offload-memory stages two layers in the KV memory, and this model has no more "

@@ -15,7 +15,8 @@ TOKENS = 23
 SCALED = {"phi3_longrope", "gpt_oss"}  # have a factor on cosines and sines, divided out of keys
 FUSED = {"phi3", "phi3_longrope", "gpt2", "gpt_neox"}
 UNKNOWN_ROPE = ("llama4",)
-RECOMPUTED = [name for name in zoo.ARCHITECTURES if name not in UNKNOWN_ROPE]
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
+RECOMPUTED = [*(name for name in zoo.ARCHITECTURES if name not in UNKNOWN_ROPE), *INDEXED]
 
 
 class Storing:
@@ -23,11 +24,14 @@ class Storing:
 
     def __init__(self, positions):
         self._batch = DenseAttention().batch([0] * len(positions), positions)
-        self.wants_inputs, self.inputs, self.stored = True, {}, {}
+        self.wants_inputs, self.inputs, self.stored, self._index = True, {}, {}, None
 
     def attend(self, call, query, key, value):
         assert call.layer in self.inputs
         self.stored[call.layer] = key.clone(), value.clone()
+        if call.index is not self._index:  # not that of an earlier layer
+            self._index = call.index
+            self.stored[call.layer] += (call.index.key.clone(),)
         return self._batch.attend(call, query, key, value)
 
     def note_input(self, layer, inputs):
@@ -68,10 +72,10 @@ def test_recomputed_keys_and_values_equal_the_stored_ones(name):
     subset = torch.arange(TOKENS - 1, 0, -2)
 
     assert sorted(storing.stored) == list(range(decoder.spec.num_layers))
-    for layer, (key, value) in storing.own(decoder):
-        found = decoder.keys_and_values(layer, storing.inputs[layer][subset], subset)
-        torch.testing.assert_close(found[0], key[subset], atol=2e-5, rtol=1e-4)
-        torch.testing.assert_close(found[1], value[subset], atol=2e-5, rtol=1e-4)
+    for layer, stored in storing.own(decoder):
+        recomputed = decoder.keys_and_values(layer, storing.inputs[layer][subset], subset)
+        for found, numbers in zip(recomputed, stored, strict=True):
+            torch.testing.assert_close(found, numbers[subset], atol=2e-5, rtol=1e-4)
     first = decoder.first_layer(tokens[subset], subset)
     for found, stored in zip(first, storing.stored[0], strict=True):
         torch.testing.assert_close(found, stored[subset], atol=2e-5, rtol=1e-4)
@@ -128,7 +132,7 @@ def test_recompute_skips_separate_query_projections(name):
     decoder.keys_and_values(1, storing.inputs[1], torch.arange(TOKENS))
     projected = []
     for part, module in model.named_modules():
-        if part.endswith(("q_proj", "q_b_proj")):
+        if part.endswith(("q_proj", "q_b_proj", "wq_b")):
             module.register_forward_hook(lambda *_: projected.append(1))
 
     decoder.keys_and_values(1, storing.inputs[1], torch.arange(TOKENS))

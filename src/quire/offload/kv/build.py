@@ -337,6 +337,8 @@ class OffloadChoice:
         return None if why is None else replace(limit, reason=why)
 
     def _no_host_attention(self, statistics: Collection[Statistic]) -> Limit | None:
+        if not self._in_parts and any(group.topk is not None for group in self._staged):
+            return limits.CPU_ATTENTION_WITH_INDEX
         if not self._in_parts:
             return limits.CPU_ATTENTION_OF_PARTS
         if any(isinstance(statistic, OfWeights) for statistic in statistics):

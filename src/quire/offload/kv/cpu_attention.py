@@ -291,7 +291,10 @@ class StepCPUAttention:
 def can_attend_in_parts(group: LaneGroup) -> bool:
     """Whether attention in a group can be merged from two parts."""
     return (
-        not group.bounded and group.page_class.rotated and group.page_class.index(VALUE) is not None
+        not group.bounded
+        and group.topk is None
+        and group.page_class.rotated
+        and group.page_class.index(VALUE) is not None
     )
 
 

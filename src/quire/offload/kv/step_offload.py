@@ -352,8 +352,13 @@ class StepKVOffload:
         if group_recompute is None:
             return
 
-        def write(pages: Tensor, offsets: Tensor, at: Tensor, key: Tensor, v: Tensor) -> None:
-            backend.write(replace(slots, pages=pages, offsets=offsets), key, v)
+        def write(
+            pages: Tensor, offsets: Tensor, at: Tensor, key: Tensor, value: Tensor, *index: Tensor
+        ) -> None:
+            target = replace(slots, pages=pages, offsets=offsets)
+            backend.write(target, key, value)
+            for keys in index:
+                target.write_index(keys)
             if positions is not None:
                 positions[pages, offsets] = at.int()[:, None].expand_as(pages)
 

@@ -36,8 +36,8 @@ _MAX_CHUNKS = 8  # most chunks of a layer above that size
 Submit = Callable[[str, int, int, int, Callable[[], None]], Transfer]
 """Starts a copy: kind, layer of the model, tokens, bytes, function that copies."""
 
-Write = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""Writes keys and values to slots: pages, offsets [token, lane], positions, keys, values."""
+Write = Callable[..., None]
+"""Writes to slots: pages, offsets [token, lane], positions, keys, values, and index keys if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,17 +177,17 @@ class StepKVRecompute:
             some = slice(chunk.first, chunk.first + chunk.tokens)
             if layer == 0:
                 assert self._first is not None, "computed at the start of the step"
-                key, value = (part[some] for part in self._first)
+                stored = tuple(part[some] for part in self._first)
             else:
                 self._in_flight.pop((index, number)).result()
                 start = marks.now()
-                key, value = model.keys_and_values(
+                stored = model.keys_and_values(
                     layer,
                     self._engine.store.codec.decode(self._staging[index % SLOTS, some]),
                     positions[some],
                     rope_variant=self._rope_variant,
                 )
-            write(chunk.pages[index % SLOTS], chunk.offsets, positions[some], key, value)
+            write(chunk.pages[index % SLOTS], chunk.offsets, positions[some], *stored)
             if layer:
                 self._log.add(PROJECT, layer, chunk.tokens, 0, start, marks.now())
         self._engine.num_recomputed += self.tokens
@@ -198,7 +198,7 @@ class StepKVRecompute:
 
     # ---- locations -----------------------------------------------------------------------------
 
-    def _recompute_first(self) -> tuple[Tensor, Tensor]:
+    def _recompute_first(self) -> tuple[Tensor, ...]:
         """Compute keys and values of layer 0, before the model's forward begins."""
         ids = [
             token
