@@ -6,7 +6,7 @@ whose copies move no bytes and raise on request.
 
 import logging
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -18,7 +18,14 @@ from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.layout.codec_names import codec_spec
-from quire.layout.eviction import KEEP_ALL, PREFILL_AND_DECODE, PRESSURE, SCHEDULES, EvictionSpec
+from quire.layout.eviction import (
+    KEEP_ALL,
+    PREFILL_AND_DECODE,
+    PRESSURE,
+    SCHEDULES,
+    UNLIMITED,
+    EvictionSpec,
+)
 from quire.layout.layout import statistics_name, statistics_used
 from quire.layout.pages import NUMBERS, CacheLayout, LaneGroup, PageClass, PlaneSpec, kv_pages
 from quire.layout.statistics import AttentionSum, QueryRing
@@ -134,7 +141,15 @@ class RetainsNewest(Evictor):
         assert self._evict_oldest(request, entry.counts, None)
 
     def finalize(self, request: Request) -> None:
-        raise AssertionError("caps are final already")
+        """Bound every second lane by the cap, and none of the others."""
+        spec = request.eviction.spec
+        assert spec.from_prompt, "other caps are final already"
+        if spec.lane_capacities is not None:
+            caps = tuple(
+                UNLIMITED if lane % 2 else spec.cap or 0
+                for lane in range(len(spec.lane_capacities))
+            )
+            request.eviction.spec = replace(spec, lane_capacities=caps)
 
     def _evict_oldest(self, request: Request, counts: Slots, min_gain: int | None) -> bool:
         slots = np.arange(self.memory.tables["full"].num_slots[request.memory.row].max())
@@ -459,8 +474,10 @@ class SchedulerLoad:
         if request.eviction.spec.cap is None:
             assert (held == tokens).all()
         elif request.eviction.spec.when != PRESSURE:
-            prompt_tokens = len(request.prompt_token_ids)
-            assert (held <= request.eviction.spec.peak_tokens(tokens, prompt_tokens)).all()
+            spec, prompt_tokens = request.eviction.spec, len(request.prompt_token_ids)
+            caps = spec.lane_capacities or (spec.cap,) * len(held)
+            peaks = [spec.lane_peak_tokens(cap, tokens, prompt_tokens) for cap in caps]
+            assert (held <= peaks).all()
         if request.eviction.spec.when == PREFILL_AND_DECODE and request.eviction.spec.cap:
             assert (held <= request.eviction.spec.cap).all()
 

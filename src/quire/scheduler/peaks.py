@@ -77,8 +77,12 @@ class Need:
 
     @property
     def evicts(self) -> bool:
-        """Whether a lane evicts tokens before the sequence has this length."""
-        return self.eviction.cap is not None and self.tokens > self.eviction.min_cap
+        """Whether a lane may evict tokens before the sequence has this length."""
+        spec = self.eviction
+        if spec.cap is None:
+            return False
+        # a budget that reads the prompt reserves the maximum of each lane until it divides the cap
+        return self.tokens > (min(spec.cap, spec.min_cap) if spec.from_prompt else spec.min_cap)
 
 
 def need_of(request: Request, tokens: int) -> Need:

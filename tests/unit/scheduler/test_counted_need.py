@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from quire.errors import ConfigError, NeverFits
 from quire.kv.memory import KVMemory
 from quire.layout.codec_names import codec_spec
-from quire.layout.eviction import DECODE, KEEP_ALL, PREFILL_AND_DECODE, PREFILL_END, PRESSURE
+from quire.layout.eviction import (
+    DECODE,
+    KEEP_ALL,
+    PREFILL_AND_DECODE,
+    PREFILL_END,
+    PRESSURE,
+    UNLIMITED,
+)
 from quire.layout.layout import layout_for, statistics_used
 from quire.layout.model import LayerSpec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass, PlaneSpec
@@ -100,6 +107,7 @@ class Case:
         names = statistics_used(load.memory.layout, self.eviction.statistics)
         for member in members:
             member.eviction.spec, member.memory.statistics = self.eviction, names
+            member.eviction.pending = self.eviction.from_prompt
         for rival in rivals:
             rival.eviction.spec, rival.memory.statistics = KEEP_ALL, ()
         if self.width > 1:
@@ -175,11 +183,12 @@ def drawn_options(draw, schedules=SCHEDULES) -> dict:
 @st.composite
 def drawn_evictions(draw, schedules) -> dict:
     """Draw the options of an eviction rule with one of these schedules."""
-    every = draw(st.integers(1, 6))
+    every, when = draw(st.integers(1, 6)), draw(st.sampled_from(schedules))
     return {
         "cap": every + draw(st.integers(1, 30)),
         "every": every,
-        "when": draw(st.sampled_from(schedules)),
+        "when": when,
+        "from_prompt": when in (PREFILL_END, DECODE) and draw(st.booleans()),
         "statistics": draw(st.sampled_from([(), (SUMS,), (SUMS, RING)])),
     }
 
@@ -187,6 +196,9 @@ def drawn_evictions(draw, schedules) -> dict:
 def case_of(options) -> Case:
     eviction = options["eviction"]
     rule = KEEP_ALL if eviction is None else EvictionSpec(**eviction)
+    if rule.from_prompt:  # until it is divided, every lane may get the most
+        num_lanes = MODEL.num_kv_heads * options["windows"].count(None)
+        rule = replace(rule, lane_capacities=(UNLIMITED,) * num_lanes)
     return Case(**{**options, "eviction": rule})
 
 
@@ -266,7 +278,20 @@ BEAMS_REPLAY_EVICTIONS_OF_THEIR_PROMPT = {
 }
 
 
+BEAMS_ARE_CUT_AFTER_THEIR_FORKS = {
+    "codec": "float32",
+    "windows": (None, None),
+    "page_tokens": 4,
+    "eviction": {"cap": 25, "every": 4, "when": PREFILL_END, "from_prompt": True},
+    "width": 4,
+    "beams": True,
+    "prompt": 48,
+    "max_tokens": 12,
+}
+
+
 @given(options=drawn_options())
+@example(options=BEAMS_ARE_CUT_AFTER_THEIR_FORKS)
 @example(options=PAGES_IN_SCATTERED_SLABS)
 @example(options=BEAMS_FORK_A_PROMPT_WITH_EVICTIONS)
 @example(options=BEAMS_REPLAY_EVICTIONS_OF_THEIR_PROMPT)

@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.kv.memory import KVMemory
-from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, PREFILL_END, SCHEDULES, EvictionSpec
+from quire.layout.eviction import (
+    DECODE,
+    PREFILL_AND_DECODE,
+    PREFILL_END,
+    SCHEDULES,
+    UNLIMITED,
+    EvictionSpec,
+)
 from quire.layout.layout import layout_for
 from quire.layout.statistics import AttentionSum, QueryRing
 from quire.scheduler.peaks import Need, Peaks
@@ -168,6 +175,18 @@ def test_forks_share_whole_pages_until_they_evict_and_never_statistics():
 
     assert peaks.forked_counts(10, within).tolist() == [2 * (2 + 3 * 2), 2 * 3 * 4]
     assert peaks.forked_counts(10, over).tolist() == [2 * 3 * 5, 2 * 3 * 5]
+
+
+def test_forks_share_nothing_if_the_prompt_may_give_a_lane_a_lower_cap():
+    """Until the prompt is computed, the maximum of each lane is reserved: here all tokens."""
+    peaks = peaks_of(None)
+    unknown = EvictionSpec(
+        cap=20, every=4, when=PREFILL_END, lane_capacities=(UNLIMITED,) * 2, from_prompt=True
+    )
+
+    assert peaks.forked_counts(36, [Need(40, 36, unknown)] * 3).tolist() == [3 * 2 * 10]
+    assert peaks.forked_counts(16, [Need(20, 16, unknown)] * 3).tolist() == [2 * (4 + 3)]
+    assert peaks.shared_counts(Need(40, 36, unknown), 16).tolist() == [0]
 
 
 def test_forks_share_no_window_pages_for_any_chunk_length():
