@@ -36,12 +36,22 @@ def _indexed(**index: int) -> HeadShape:
 
 
 _WIDE = HeadShape(query_heads=4, kv_heads=1, key_dim=32, value_dim=32)
+_OF_VALUES = HeadShape(
+    query_heads=4,
+    kv_heads=2,
+    key_dim=8,
+    value_dim=32,
+    latent=LatentSpec(key_dim=24, value_dim=32, is_value=True),
+)
 CACHE_KINDS: dict[str, ModelSpec] = {
     "unequal": small_spec(None, 8, None, value_dim=4),
     "by_layer": small_spec(8, 8, LayerSpec(heads=_WIDE)),
     "shared": small_spec(
         *(8, None, LayerSpec(heads=_WIDE), LayerSpec(window=8, source=0)),
         *(LayerSpec(source=1), LayerSpec(source=1), LayerSpec(source=2, heads=_WIDE)),
+    ),
+    "keys_of_values": small_spec(
+        8, LayerSpec(heads=_OF_VALUES, keys_from_values=True), LayerSpec(attends=False)
     ),
     "chunked": small_spec(LayerSpec(chunk=32), LayerSpec(chunk=32), None),
     "latent": small_spec(

@@ -13,6 +13,9 @@ from typing import TypeGuard
 
 from quire.errors import ModelError, UnknownName
 
+PARTIAL_ROPE = "proportional"
+"""The RoPE type of Transformers that rotates a fraction of a head; the rest of the head stays."""
+
 _GEMMA3: Mapping[str, object] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -28,7 +31,9 @@ _GEMMA4: Mapping[str, object] = {
     "max_position_embeddings": 131_072, "sliding_window": 512, "sliding_window_pattern": 6,
     "vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 256,
     "enable_moe_block": False,
-    "rope_parameters": {"full_attention": {"partial_rotary_factor": 0.25}},
+    "rope_parameters": {
+        "full_attention": {"rope_type": PARTIAL_ROPE, "partial_rotary_factor": 0.25}
+    },
 }  # fmt: skip
 
 _DEEPSEEK: Mapping[str, object] = {

@@ -24,6 +24,7 @@ from quire.layout.config import (
     LAST_LAYER_FULL,
     LEARNED_POSITIONS,
     MAX_LAYERS,
+    PARTIAL_ROPE,
     REFUSED,
     SINUSOIDAL_POSITIONS,
     TIED_BY_DEFAULT,
@@ -99,12 +100,15 @@ class LatentSpec:
         value_dim: elements of a head's value, all projected from the latent (v_head_dim).
         query_rank: width of the compressed queries (q_lora_rank); None: one projection.
         index: selects the tokens that are attended to; None: all are.
+        is_value: whether the latent is itself the value of a KV head, whose key is the value times
+            a weight (Gemma 4's `attention_k_eq_v`): nothing is projected.
     """
 
     key_dim: int
     value_dim: int
     query_rank: int | None = None
     index: IndexSpec | None = None
+    is_value: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +184,7 @@ class HeadShape:
     @property
     def values_per_expansion(self) -> int:
         """Multiplications that expand a latent to the keys and values of all heads; else 0."""
-        if self.latent is None:
+        if self.latent is None or self.latent.is_value:
             return 0
         return self.query_heads * (self.latent.key_dim + self.latent.value_dim) * self.value_dim
 
@@ -197,7 +201,7 @@ class HeadShape:
             before: earlier tokens.
         """
         products = pairs * self.values_per_pair
-        if self.latent is None:
+        if self.latent is None or self.latent.is_value:
             return products
         expanded = pairs * self.values_per_expanded_pair + before * self.values_per_expansion
         saved: Counts = products - expanded
@@ -218,9 +222,9 @@ class HeadShape:
     def of_rank(self, size: int) -> "HeadShape":
         """Return the heads of one of `size` ranks of a tensor-parallel group.
 
-        Each rank stores the latents of all heads.
+        Each rank stores the latents of all heads, but values of its own KV heads.
         """
-        shared = self.latent is not None and self.kv_heads == 1
+        shared = self.latent is not None and not self.latent.is_value
         kv_heads = self.kv_heads if shared else self.kv_heads // size
         return replace(self, query_heads=self.query_heads // size, kv_heads=kv_heads)
 
@@ -519,11 +523,14 @@ def _keys_in_values(reader: ConfigReader, heads: HeadShape) -> HeadShape:
 
     Only these are stored beside the values.
     """
-    factor = reader.fraction("rope_parameters.full_attention.partial_rotary_factor")
+    name, key, factor = "rope_parameters.full_attention", "partial_rotary_factor", None
+    rope = reader.find(name)
+    if isinstance(rope, Mapping) and rope.get("rope_type") == PARTIAL_ROPE and key in rope:
+        factor = reader.fraction(f"{name}.{key}")
     rotated = 2 * int((1.0 if factor is None else factor) * heads.key_dim // 2)
     if heads.key_dim != heads.value_dim or not 0 < rotated < heads.key_dim:
         return heads
-    latent = LatentSpec(key_dim=heads.key_dim - rotated, value_dim=heads.value_dim)
+    latent = LatentSpec(key_dim=heads.key_dim - rotated, value_dim=heads.value_dim, is_value=True)
     return replace(heads, key_dim=rotated, latent=latent)
 
 
@@ -1254,18 +1261,21 @@ class ModelSpec:
             tokens: length of the sequence.
             bytes_per_value: 2 for fp16 and bf16, 0.5 for a 4-bit codec without its metadata.
             read_in_step: count the bytes that a decode step reads: those that several layers read
-                count for each of them.
+                count for each of them, and of the tokens that an index leaves out only index keys.
 
         Raises:
             ConfigError: a negative length.
         """
         if tokens < 0:
             raise ConfigError(f"expected tokens of 0 or more, got {tokens}")
-        values = sum(
-            layer.seen_tokens(tokens) * heads.values_per_token
-            for heads, layer in zip(self.heads, self.layers, strict=True)
-            if layer.stores or (read_in_step and layer.attends)
-        )
+        values = 0
+        for heads, layer in zip(self.heads, self.layers, strict=True):
+            if layer.stores or (read_in_step and layer.attends):
+                seen = read = layer.seen_tokens(tokens)
+                if read_in_step and heads.index is not None:
+                    read = min(seen, heads.index.topk)
+                values += seen * heads.index_dim
+                values += read * (heads.values_per_token - heads.index_dim)
         return math.ceil(values * bytes_per_value)
 
     @property

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from quire.kernels.backend import Alibi, TokenIndex
 from quire.kernels.latent import LatentHeads, TiedHeads
-from quire.layout.config import ATTENTION_FREE
+from quire.layout.config import ATTENTION_FREE, PARTIAL_ROPE
 from quire.models.recurrent import StateCache, continued, is_recurrent, run_recurrent
 
 Attend = Callable[..., tuple[Tensor, None]]
@@ -416,8 +416,10 @@ def tied_heads(model: nn.Module) -> dict[int, TiedHeads]:
         norm = getattr(module, "k_norm", None) or norms[module.layer_type]
         norms[module.layer_type] = norm
         rope, half = module.config.rope_parameters[module.layer_type], module.head_dim // 2
-        angles = int(rope.get("partial_rotary_factor", 1.0) * half)
-        if angles < half:
+        is_partial = rope["rope_type"] == PARTIAL_ROPE
+        factor = rope.get("partial_rotary_factor", 1.0) if is_partial else 1.0
+        angles = int(factor * module.head_dim // 2)
+        if 0 < angles < half:
             first = torch.arange(angles, device=norm.weight.device)
             rotated = torch.cat([first, first + half])
             found[module.layer_idx] = TiedHeads(partial(getattr, norm, "weight"), rotated)

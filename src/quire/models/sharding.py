@@ -68,7 +68,7 @@ def rank_spec(spec: ModelSpec, size: int) -> ModelSpec:
     counts = {("columns of the MLP", columns) for columns in (spec.intermediate_size, *sizes)}
     for heads in spec.heads:
         counts.add(("query heads", heads.query_heads))
-        if heads.latent is None:
+        if heads.latent is None or heads.latent.is_value:
             counts.add(("KV heads", heads.kv_heads))
     for what, count in sorted(counts, reverse=True):
         if count % size:

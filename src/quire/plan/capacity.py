@@ -259,7 +259,9 @@ def coded_weight_bytes(model: ModelSpec, codec: str, bytes_per_value: int | floa
     """
     scale_bytes = {8: 4 / model.hidden_size, 4: 4 / SCALE_GROUP}
     bits, head = WEIGHT_BITS[codec], model.embedding_parameters
-    coded = model.layer_parameters - sum(heads.values_per_expansion for heads in model.heads)
+    attending = zip(model.heads, model.layers, strict=True)
+    latents = sum(heads.values_per_expansion for heads, layer in attending if layer.attends)
+    coded = model.layer_parameters - latents
     plain = model.num_parameters - coded - head
     return math.ceil(
         coded * (bits / 8 + scale_bytes[bits])

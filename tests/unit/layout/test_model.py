@@ -17,6 +17,7 @@ from models.tiny import config_of
 from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
 from quire.layout.config import check_sizes, dtype_bytes, read_config
 from quire.layout.model import LatentSpec, LayerSpec, ModelSpec
+from quire.models.own_attention import tied_heads
 from support import zoo
 from support.model_specs import small_spec
 
@@ -419,6 +420,42 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+_PARTIAL = {"rope_type": "proportional", "rope_theta": 1e6}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        None,  # of the family: a quarter
+        *(_PARTIAL | {"partial_rotary_factor": factor} for factor in (0.25, 0.3, 0.02, 1.0)),
+        _PARTIAL,
+        {"rope_type": "default", "rope_theta": 1e6},
+        {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    ],
+)
+@pytest.mark.parametrize("kind", ["gemma4_text", "gemma4_unified_text"])
+def test_keys_of_values_are_stored_as_far_as_rope_rotates_them(kind: str, rope: Any):
+    """All of a key if RoPE rotates all of it, or nothing: it is then not a value times a weight."""
+    sliding = {"rope_type": "default", "rope_theta": 1e4}
+    ropes = {} if rope is None else {"sliding_attention": sliding, "full_attention": rope}
+    changes = {**_GLOBAL, "hidden_size_per_layer_input": 0}
+    changes |= {"rope_parameters": ropes} if ropes else {}
+    config = AutoConfig.for_model(kind, **deepcopy(_SMALL | changes))
+    model = AutoModelForCausalLM.from_config(config)
+    rotated = 2 * int(model.model.rotary_emb.full_attention_inv_freq.count_nonzero())
+    found = ModelSpec.from_config(_SMALL | changes | {"model_type": kind})
+
+    assert found == ModelSpec.from_config(config.to_dict())
+    for layer, heads in enumerate(found.heads):
+        if config.layer_types[layer] == "full_attention":
+            is_joined = 0 < rotated < 32
+            assert (heads.key_dim, heads.value_dim) == (rotated if is_joined else 32, 32)
+            assert (heads.latent is not None) == is_joined
+    elements = [layer for layer, heads in enumerate(found.heads) if heads.latent is not None]
+    assert [*tied_heads(model)] == elements
+    assert all(len(heads.rotated) == rotated for heads in tied_heads(model).values())
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -36,6 +36,7 @@ REFUSED = {
     "mixtral": "mixture of experts",
     "llama4": "mixture of experts",
     "gemma3n": "mean and deviation",
+    "gemma4_unified": "KV heads .* has 1",
 }
 
 

@@ -81,6 +81,7 @@ def test_pages_hold_at_min_the_kv_bytes_of_the_model(
 #   2 heads x (8 + 8):  2 x 16 x 2 = 64 B;   2 x (10 + 10) = 40 B;  1,024 B and 640 B
 #   2 heads x (8 + 4):  2 x 12 x 2 = 48 B;   2 x (10 + 6) = 32 B;     768 B and 512 B
 #   1 head x (32 + 32): 64 x 2 = 128 B;      34 + 34 = 68 B;        2,048 B and 1,088 B
+#   2 values of 32 + 8: 2 x 40 x 2 = 160 B;     2 x (34 + 10) = 88 B; 2,560 B and 1,408 B
 #   a latent of 32 + 8: 40 x 2 = 80 B;    34 + 16 = 50 B (8 not quantized); 1,280 B and 832 B
 #   with an index key of 16: 32 B more, not quantized;                      1,792 B and 1,344 B
 # 40 tokens are 3 pages; the window of 8 and the chunk of 32 then need one, of tokens 32 to 39
@@ -91,6 +92,8 @@ BYTES_BY_HAND = [
     ("by_layer", "int8", 2 * 40 + 68, 0, 2 * 640 + 3 * 1088),
     ("shared", "float16", 64 + 64 + 128, 64 + 2 * 64 + 128, (1 + 3) * 1024 + 3 * 2048),
     ("shared", "int8", 40 + 40 + 68, 40 + 2 * 40 + 68, (1 + 3) * 640 + 3 * 1088),
+    ("keys_of_values", "float16", 64 + 160, 0, 1024 + 3 * 2560),
+    ("keys_of_values", "int8", 40 + 88, 0, 640 + 3 * 1408),
     ("chunked", "float16", 3 * 64, 0, (2 + 3) * 1024),
     ("chunked", "int8", 3 * 40, 0, (2 + 3) * 640),
     ("latent", "float16", 2 * 80, 0, 2 * 3 * 1280),

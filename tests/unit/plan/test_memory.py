@@ -9,6 +9,7 @@ from quire.layout.model import ExtraSpec, HeadShape, LayerSpec, MixtureSpec, Mod
 from quire.plan.capacity import (
     MemoryLayout,
     auto_kv_memory,
+    coded_weight_bytes,
     estimate_activation_peak,
     hidden_state_bytes,
 )
@@ -117,6 +118,25 @@ def test_activation_peak_of_latents_counts_the_larger_form():
     assert estimate_activation_peak(
         model, max_num_batched_tokens=7, sampled_rows=0, bytes_per_value=2
     ) == 2 * 7 * (2 * 32 + folded)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attends", "kept"),
+    [
+        ("latent", True, 2 * 4 * (12 + 16) * 32),
+        ("latent", False, 4 * (12 + 16) * 32),  # only one layer of two has a projection
+        ("keys_of_values", True, 0),  # nothing projects a value that is stored itself
+    ],
+)
+def test_projections_of_latents_are_not_quantized(kind: str, attends: bool, kept: int):
+    """int8 saves 3 of 4 bytes of a weight, less a scale of 4 B per 32 weights."""
+    model = CACHE_KINDS[kind]
+    first = replace(model.layers[0], attends=attends)
+    model = replace(model, layers=(first, *model.layers[1:]))
+    saved_bytes = model.weight_bytes(4) - coded_weight_bytes(model, "int8", 4)
+
+    coded = model.layer_parameters - kept + model.embedding_parameters
+    assert saved_bytes == int(coded * (3 - 4 / 32))
 
 
 def test_negative_counts_are_refused():

@@ -158,6 +158,17 @@ def test_attention_cost_of_latents_is_that_of_the_cheaper_form(row: RowTokens, p
     assert parts["output projection"].weight_bytes == 2 * 2 * 32 * 4 * 16
 
 
+def test_keys_of_values_are_not_expanded():
+    """64 tokens after 9: 2,656 pairs, of queries of 32 + 8 with values of 32; the window has 8."""
+    model = CACHE_KINDS["keys_of_values"]
+    parts = parts_of(model, [RowTokens(new=64, before=9)], 1)
+
+    in_window = 64 * 8 * 4 * (8 + 8)
+    assert parts["attention"].flops == 2 * (2_656 * 4 * (40 + 32) + in_window)
+    # queries of 32, one projection of keys and values; the last layer has no attention
+    assert parts["qkv"].weight_bytes == 2 * 32 * (4 * 8 + 4 * 8 + 4 * 32 + 2 * 32)
+
+
 def test_attention_cost_of_an_index_is_that_of_all_keys_and_of_the_selected_latents():
     """Layer 0: index keys of 16 and 2 queries of them; both layers: 16 latents of 32 + 8.
 
@@ -167,6 +178,8 @@ def test_attention_cost_of_an_index_is_that_of_all_keys_and_of_the_selected_late
 
     assert parts["attention"].kv_bytes == 2 * (102 * 16 + 2 * (16 + 1) * 40)
     assert parts["attention"].flops == 2 * (101 * 2 * 16 + 2 * 16 * 4 * (40 + 32))
+    read = decode_step(CACHE_KINDS["indexed"], batch=3, tokens=101).kv_read_bytes
+    assert read == 3 * 2 * (101 * 16 + 2 * 16 * 40)
     # queries of rank 24, the weights of 2 index heads and their queries, latents with the index key
     index = 2 * (32 + 24 * 16) + 32 * 16
     assert parts["qkv"].weight_bytes == 2 * (2 * (2_688 + 1_280 + 3_584) + index)
