@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quire.layout.model import HeadShape, IndexSpec, LatentSpec, LayerSpec, ModelSpec
+from quire.layout.model import HeadShape, IndexSpec, LatentSpec, LayerSpec, ModelSpec, StateSpec
 
 
 def small_spec(*layers: int | LayerSpec | None, **shape: Any) -> ModelSpec:
@@ -43,6 +43,7 @@ _OF_VALUES = HeadShape(
     value_dim=32,
     latent=LatentSpec(key_dim=24, value_dim=32, is_value=True),
 )
+_STATE = StateSpec(conv=(8, 3), recurrent=(2, 4, 4), parameters=100)
 CACHE_KINDS: dict[str, ModelSpec] = {
     "unequal": small_spec(None, 8, None, value_dim=4),
     "by_layer": small_spec(8, 8, LayerSpec(heads=_WIDE)),
@@ -53,6 +54,8 @@ CACHE_KINDS: dict[str, ModelSpec] = {
     "keys_of_values": small_spec(
         8, LayerSpec(heads=_OF_VALUES, keys_from_values=True), LayerSpec(attends=False)
     ),
+    "state": small_spec(None, LayerSpec(attends=False, state=_STATE), LayerSpec(state=_STATE)),
+    "state_alone": small_spec(*[LayerSpec(attends=False, state=_STATE)] * 2),
     "chunked": small_spec(LayerSpec(chunk=32), LayerSpec(chunk=32), None),
     "latent": small_spec(
         *(None, None),

@@ -39,6 +39,7 @@ from quire.plan.capacity import (
     estimate_process,
     layer_kinds,
     sequence_bytes,
+    state_bytes,
     token_bytes,
 )
 from quire.plan.machine import free_host_bytes
@@ -88,7 +89,7 @@ class Choice:
     weight_codec: str  # or the dtype of the weights
     kv_codec: str
     kv_bytes: int  # of the KV memory; 0: nothing fits
-    tokens: int  # with all tokens retained
+    tokens: int | None  # with all tokens retained; None: tokens need no memory
     sequences: dict[str, int]  # that decode at once, by the share of tokens that eviction retains
 
 
@@ -105,6 +106,7 @@ class PlanReport:
     memory: MemoryLayout
     capacity: Capacity
     kv_bytes_per_token: int  # of all layers, before sliding windows and chunks are full
+    state_bytes: int  # of the recurrent states of a sequence
     kinds: dict[str, LayerKind]
     disk_kv_bytes: int  # for cached prefixes
     step: DecodeStep  # bytes read by a decode step of the batch
@@ -140,6 +142,7 @@ class PlanReport:
             "kv_memory_bytes": self.capacity.pool_bytes,
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "kv_bytes_per_token_saved_by_sharing": self.saved_bytes_per_token,
+            "state_bytes_per_sequence": self.state_bytes,
             "disk_tokens": self.disk_tokens,
             "page_bytes": self.capacity.page_bytes,
             "pool_pages": self.capacity.pool_pages,
@@ -226,6 +229,7 @@ def plan_report(
         memory=memory,
         capacity=fits,
         kv_bytes_per_token=math.ceil(token_bytes(layout)),
+        state_bytes=state_bytes(layout),
         kinds=layer_kinds(layout),
         disk_kv_bytes=options.disk_kv_bytes,
         step=decode_step(
@@ -304,7 +308,8 @@ def _choices(
                 }
             except ConfigError:  # for example a head_dim that int4 cannot halve
                 continue
-            kv_bytes, tokens, sequences = 0, 0, dict.fromkeys(RETAINED, 0)
+            kv_bytes, sequences = 0, dict.fromkeys(RETAINED, 0)
+            tokens: int | None = 0
             with suppress(ConfigError):  # it does not fit
                 memory = _divide(model, planned, dtype_bytes(dtype), weights.device_bytes)
                 held = {
@@ -471,9 +476,10 @@ def render(report: PlanReport, quality: Quality | None = None) -> RenderableType
     """
     coded = report.weight_codec != "auto"
     weights = f"{report.dtype}, quantized to {report.weight_codec}" if coded else report.dtype
-    heads = " or ".join(
-        dict.fromkeys(_heads_text(heads, report.model) for heads in report.model.heads)
-    )
+    of_layers = zip(report.model.heads, report.model.layers, strict=True)
+    shapes = dict.fromkeys(heads for heads, layer in of_layers if layer.attends)
+    texts = dict.fromkeys(_heads_text(heads, report.model) for heads in shapes)
+    heads = " or ".join(texts) or "no attention"
     title = Text(
         f"{report.model_name}: {report.model.num_parameters:,} parameters,"
         f" {report.model.num_layers} layers, {heads}, weights {weights}, KV {report.kv_codec}",
@@ -539,19 +545,25 @@ def capacity_table(report: PlanReport) -> Table:
     table = Table("KV", "", show_header=False)
     per_token = report.kv_bytes_per_token
     table.add_row("bytes per token", f"{per_token:,} ({format_size(per_token)})")
+    shapes = {(heads.key_dim, heads.value_dim): heads for heads in report.model.heads}
     for kind in report.kinds.values():
         if report.model.latent is not None:
-            heads, of_layer = report.model.heads[0], kind.bytes_per_token // kind.layers
+            heads = shapes[kind.key_dim, kind.value_dim]
+            of_layer = kind.bytes_per_token // kind.layers
             elements = kind.key_dim + kind.value_dim + kind.index_dim
             table.add_row(
                 "bytes per token and layer",
                 f"{of_layer:,}: {elements:,} elements instead of"
                 f" {heads.values_per_expanded_pair:,} of {heads.query_heads} heads",
             )
+    if report.state_bytes:
+        size = format_size(report.state_bytes)
+        table.add_row("recurrent states", f"{report.state_bytes:,} B ({size}) per sequence")
     tokens = f"{fits.page_tokens} tokens of one layer, all KV heads"
     sizes = sorted({kind.page_bytes for kind in report.kinds.values()})
-    table.add_row("page size", f"{' or '.join(f'{size:,}' for size in sizes)} B: {tokens}")
-    if len(sizes) == 1:
+    if sizes:
+        table.add_row("page size", f"{' or '.join(f'{size:,}' for size in sizes)} B: {tokens}")
+    if len(sizes) == 1 and not report.state_bytes:
         table.add_row("pages", f"{fits.pool_pages:,}")
     possible = fits.limit != "context"
     table.add_row(f"sequences of {fits.sequence_tokens:,} tokens", _sequences(report))
@@ -629,7 +641,8 @@ def choices_table(report: PlanReport) -> Table:
     for column in table.columns:
         column.justify = "right" if column.header not in ("weights", "KV") else "left"
     for choice in report.choices:
-        sizes = [format_size(choice.kv_bytes), f"{choice.tokens:,}"]
+        held = "any" if choice.tokens is None else f"{choice.tokens:,}"
+        sizes = [format_size(choice.kv_bytes), held]
         counts = [f"{count:,}" for count in choice.sequences.values()]
         if not choice.kv_bytes:
             sizes, counts = ["does not fit", ""], ["" for _ in counts]

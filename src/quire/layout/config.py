@@ -43,6 +43,7 @@ _DEEPSEEK: Mapping[str, object] = {
     "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 128, "v_head_dim": 128, "max_position_embeddings": 4096,
 }  # fmt: skip
+_INDEX: Mapping[str, object] = {"index_topk": 2048, "index_n_heads": 16, "index_head_dim": 128}
 _MAMBA: Mapping[str, object] = {"num_attention_heads": 1, "max_position_embeddings": 1 << 20}
 _WITHOUT_EXPERTS: Mapping[str, object] = {"n_routed_experts": None, "moe_intermediate_size": None}
 
@@ -51,6 +52,7 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
         **_DEEPSEEK, "vocab_size": 163_840, "num_attention_heads": 64, "n_routed_experts": 192,
         "first_k_dense_replace": 1, "max_position_embeddings": 32_768,
     },
+    "axk2": _INDEX,
     "bloom": {"seq_length": 2048},
     "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
     "deepseek_v2": {
@@ -60,6 +62,8 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
         "first_k_dense_replace": 0, "max_position_embeddings": 2048,
     },
     "deepseek_v3": _DEEPSEEK,
+    "deepseek_v32": {**_INDEX, "index_n_heads": 64},
+    "dots3_note_text": {**_INDEX, "index_n_heads": 64},
     "falcon": {"max_position_embeddings": 2048, "multi_query": True},
     "gemma": {"head_dim": 256},
     "gemma2": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
@@ -85,6 +89,7 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
         "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256,
         "max_position_embeddings": 202_752,
     },
+    "glm_moe_dsa": {**_INDEX, "index_n_heads": 32},
     "gpt_bigcode": {"multi_query": True},
     "gpt_neo": {"window_size": 256},
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2},
@@ -95,7 +100,7 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
         "attention_chunk_size": 8192, "num_local_experts": 16, "num_experts_per_tok": 1,
         "n_shared_experts": 1,
     },
-    "hy_v4": {"index_topk_freq": 4},
+    "hy_v4": {**_INDEX, "index_topk_freq": 4},
     "longcat_flash": {
         "vocab_size": 131_072, "hidden_size": 6144, "ffn_hidden_size": 12_288,
         "expert_ffn_hidden_size": 2048, "num_layers": 28, "num_attention_heads": 64,

@@ -71,6 +71,12 @@ def token_bytes(layout: CacheLayout) -> Fraction:
     )
 
 
+def state_bytes(layout: CacheLayout) -> int:
+    """Bytes of the pages with the recurrent states of one sequence, of any length."""
+    states = (group for group in layout.groups if group.state is not None)
+    return sum(group.bytes_at_most(1, 1) for group in states)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
     """KV of the layers of one lane group: same kind of attention, same heads, same codec."""
@@ -118,8 +124,8 @@ def layer_kinds(layout: CacheLayout) -> dict[str, LayerKind]:
 
 
 def bytes_per_value(model: ModelSpec, layout: CacheLayout) -> float:
-    """Average bytes of one element over keys, values and layers."""
-    return float(token_bytes(layout) / model.kv_values_per_token)
+    """Average bytes of one element over keys, values and layers; 0 without attention."""
+    return float(token_bytes(layout) / max(1, model.kv_values_per_token))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +136,8 @@ class Capacity:
     page_bytes: int  # keys and values of all heads of one layer, of the first kind of layer
     pool_bytes: int  # of whole slabs
     pool_pages: int  # whole pages of the KV memory's slabs
-    pool_tokens: int  # of all sequences in whole pages, before windows are full
+    # of all sequences in whole pages, before windows are full; None: tokens need no memory
+    pool_tokens: int | None
     sequence_tokens: int
     pages_per_sequence: int  # in all layers
     sequences: int  # that fit; 0 if the model's context is shorter
@@ -185,13 +192,14 @@ def capacity(
     lengths = range(1, model.max_positions + 1)
     # the KV of the last token is never computed
     longest = bisect_left(lengths, True, key=lambda tokens: not fits(max(1, tokens - 1)))
-    tokens = int(usable_bytes / token_bytes(layout))
+    per_token = token_bytes(layout)
+    tokens = int(usable_bytes / per_token) if per_token else None
     return Capacity(
         page_tokens=page.tokens,
         page_bytes=page.page_bytes,
         pool_bytes=usable_bytes,
         pool_pages=usable_bytes // page.page_bytes,
-        pool_tokens=tokens // page.tokens * page.tokens,
+        pool_tokens=tokens and tokens // page.tokens * page.tokens,
         sequence_tokens=sequence_tokens,
         pages_per_sequence=sum(needed.values()),
         sequences=sequences,

@@ -14,6 +14,8 @@ from quire.layout.model import ModelSpec
 if TYPE_CHECKING:  # planning starts without NumPy
     from quire.layout.model import Counts
 
+STATE_VALUE_BYTES = 4  # recurrent states are stored in float32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeStep:
@@ -22,7 +24,7 @@ class DecodeStep:
     Attributes:
         batch: number of sequences; each gets one token.
         weights_read_bytes: read once for the whole batch.
-        kv_read_bytes: keys and values of all sequences.
+        kv_read_bytes: keys, values and recurrent states of all sequences.
     """
 
     batch: int
@@ -63,8 +65,14 @@ def decode_step(
     return DecodeStep(
         batch=batch,
         weights_read_bytes=weights_read_bytes(model, batch, weight_bytes_per_value),
-        kv_read_bytes=batch * model.kv_bytes(tokens, kv_bytes_per_value, read_in_step=True),
+        kv_read_bytes=batch * _kv_read_bytes(model, tokens, kv_bytes_per_value),
     )
+
+
+def _kv_read_bytes(model: ModelSpec, tokens: int, bytes_per_value: int | float) -> int:
+    """Bytes of a sequence's keys, values and states that a decode step reads."""
+    kv_bytes = model.kv_bytes(tokens, bytes_per_value, read_in_step=True)
+    return kv_bytes + STATE_VALUE_BYTES * model.state_values
 
 
 def weights_read_bytes(model: ModelSpec, batch: int, bytes_per_value: int | float) -> int:
@@ -96,7 +104,7 @@ def crossover_batch(
     """
     if tokens < 1:
         raise ConfigError(f"tokens={tokens}: expected a sequence of 1 token or more")
-    each_bytes = model.kv_bytes(tokens, kv_bytes_per_value, read_in_step=True)
+    each_bytes = _kv_read_bytes(model, tokens, kv_bytes_per_value)
     # upper bound: all weights are read; a mixture of experts may need fewer sequences
     above = weights_read_bytes(model, 1 << 30, weight_bytes_per_value) // each_bytes + 1
     below = 0
@@ -204,7 +212,8 @@ def attention_cost(
     """KV bytes read and written, and the FLOPs of both products, over all layers and sequences.
 
     Every key that a query attends to is read once; a new one is also written, except by layers that
-    read the KV of other layers.
+    read the KV of other layers. Recurrent states are read and written; FLOPs of scans are not
+    counted.
 
     Args:
         model: layers and heads.
@@ -212,7 +221,7 @@ def attention_cost(
         before: [rows] tokens with stored KV.
         bytes_per_value: of an element of KV.
     """
-    kv_bytes = flops = 0
+    kv_bytes, flops = 2 * len(new) * STATE_VALUE_BYTES * model.state_values, 0
     for layer, heads, layers in model.attention:
         attended, values = layer, heads.values_per_token
         if heads.index is not None:  # index keys of all tokens, latents of the selected ones

@@ -12,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from models.tiny import config_of
 from quire.api.llm import LLM
 from quire.cli.plan import PlanOptions, board_quality, plan, plan_report
 from quire.cli.plan_report import DEVICES, RETAINED
@@ -467,6 +468,31 @@ def test_latents_of_deepseek_v3_in_80_gib(folder: Path):
     assert report.kv_bytes_per_token == 61 * (512 + 64 + 128) * 2
     assert (kind.latent, kind.index_dim) == (True, 128)
     assert "index key of 128" in quire_plan(str(folder), "--memory", "2TiB").stdout
+
+
+@pytest.mark.parametrize(
+    ("model_type", "shown"),
+    [
+        # 2 layers of 160 x 4 and 4 x 32 x 8 elements of 4 B
+        ("mamba2", ["no attention", "13,312 B (13.00 KiB) per sequence", " any "]),
+        ("jamba", ["2 KV heads of 16", "per sequence", "4 layers"]),
+        (
+            "dots3_note_text",
+            ["56 elements instead of 160", "1,088 elements instead of 24,576 of 64"],
+        ),
+    ],
+)
+def test_states_and_latents_of_several_widths_are_shown(
+    folder: Path, model_type: str, shown: list[str]
+):
+    config_of(model_type).save_pretrained(folder)
+
+    result = quire_plan(str(folder), "--memory", "64GiB", "--workload", "100,20,4")
+
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.replace("│", " ").split())
+    for part in shown:
+        assert part in text, text
 
 
 def test_default_model_is_quire_tiny_and_all_sections_are_printed():

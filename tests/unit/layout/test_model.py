@@ -311,6 +311,20 @@ _SLIDING = {"layer_types": ["sliding_attention", "indexed_attention"] * 2, "slid
 
 
 @pytest.mark.parametrize(
+    "kind", ["axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"]
+)
+def test_missing_keys_of_an_index_have_the_defaults_of_transformers(kind: str):
+    names = ("index_topk", "index_n_heads", "index_head_dim")
+    small = without(_SMALL_LATENT | _INDEX | _SLIDING, *names)
+    index = next(
+        filter(None, (h.index for h in ModelSpec.from_config({**small, "model_type": kind}).heads))
+    )
+    config = AutoConfig.for_model(kind)
+
+    assert [index.topk, index.heads, index.dim] == [getattr(config, name) for name in names]
+
+
+@pytest.mark.parametrize(
     ("kind", "changes", "is_exact"),
     [
         ("deepseek_v32", {}, True),

@@ -12,7 +12,13 @@ from quire.kv.memory import KVMemory
 from quire.layout.eviction import KEEP_ALL, PREFILL_AND_DECODE, EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec, ModelSpec
-from quire.plan.capacity import capacity, layer_kinds, sequence_bytes, token_bytes
+from quire.plan.capacity import (
+    capacity,
+    layer_kinds,
+    sequence_bytes,
+    state_bytes,
+    token_bytes,
+)
 from quire.scheduler.peaks import Need, Peaks
 from support.model_specs import CACHE_KINDS
 
@@ -82,6 +88,7 @@ def test_pages_hold_at_min_the_kv_bytes_of_the_model(
 #   2 heads x (8 + 4):  2 x 12 x 2 = 48 B;   2 x (10 + 6) = 32 B;     768 B and 512 B
 #   1 head x (32 + 32): 64 x 2 = 128 B;      34 + 34 = 68 B;        2,048 B and 1,088 B
 #   2 values of 32 + 8: 2 x 40 x 2 = 160 B;     2 x (34 + 10) = 88 B; 2,560 B and 1,408 B
+#   states of 8 x 3 and 2 x 4 x 4 in float32: 224 B, one page of 256 B for all tokens
 #   a latent of 32 + 8: 40 x 2 = 80 B;    34 + 16 = 50 B (8 not quantized); 1,280 B and 832 B
 #   with an index key of 16: 32 B more, not quantized;                      1,792 B and 1,344 B
 # 40 tokens are 3 pages; the window of 8 and the chunk of 32 then need one, of tokens 32 to 39
@@ -94,6 +101,8 @@ BYTES_BY_HAND = [
     ("shared", "int8", 40 + 40 + 68, 40 + 2 * 40 + 68, (1 + 3) * 640 + 3 * 1088),
     ("keys_of_values", "float16", 64 + 160, 0, 1024 + 3 * 2560),
     ("keys_of_values", "int8", 40 + 88, 0, 640 + 3 * 1408),
+    ("state", "float16", 2 * 64, 0, 2 * 3 * 1024 + 2 * 256),
+    ("state_alone", "int8", 0, 0, 2 * 256),
     ("chunked", "float16", 3 * 64, 0, (2 + 3) * 1024),
     ("chunked", "int8", 3 * 40, 0, (2 + 3) * 640),
     ("latent", "float16", 2 * 80, 0, 2 * 3 * 1280),
@@ -116,6 +125,8 @@ def test_bytes_of_each_kind_are_those_of_the_pool(
     for tokens in (8, 8, 8, 8, 7, 1):
         memory.grow(rows, np.array([tokens], dtype=np.int32))
 
+    states = sum(layer.state is not None for layer in model.layers)
+    assert state_bytes(layout) == 256 * states
     assert token_bytes(layout) == sum(k.bytes_per_token for k in kinds.values()) == per_token
     assert sum(k.saved_bytes_per_token for k in kinds.values()) == saved
     assert memory.row_bytes(int(rows[0])) == held
@@ -127,7 +138,7 @@ def test_bytes_of_each_kind_are_those_of_the_pool(
     bounded = [group for group in layout.groups if group.bounded]
     # one more page of each window and chunk
     assert peak == held + sum(g.num_lanes * g.page_class.page_bytes for g in bounded)
-    for group in layout.groups:
+    for group in (group for group in layout.groups if not group.private):
         bound = kinds[group.name].max_bytes
         assert (bound is not None) == group.bounded
         assert bound is None or bound == 2 * group.page_class.page_bytes * group.num_lanes

@@ -6,7 +6,14 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.layout.model import LayerSpec, MixtureSpec, ModelSpec
-from quire.plan.roofline import crossover_batch, decode_step, weights_read_bytes
+from quire.plan.roofline import (
+    RowTokens,
+    crossover_batch,
+    decode_step,
+    step_parts,
+    weights_read_bytes,
+)
+from support.model_specs import CACHE_KINDS
 
 
 def model_of(**changes: Any) -> ModelSpec:
@@ -36,6 +43,22 @@ def test_decode_step_reads_weights_once_and_kv_of_every_sequence():
     assert step.weights_read_bytes == 2 * model.num_parameters
     assert step.read_bytes == step.weights_read_bytes + step.kv_read_bytes
     assert step.kv_share == step.kv_read_bytes / step.read_bytes
+
+
+@pytest.mark.parametrize(("kind", "kv_bytes"), [("state", 2 * 50 * 64), ("state_alone", 0)])
+def test_decode_step_reads_recurrent_states(kind: str, kv_bytes: int):
+    """Two states of 8 x 3 and 2 x 4 x 4 elements in float32; a step also writes them."""
+    model, row = CACHE_KINDS[kind], RowTokens(new=1, before=49)
+    step, parts = (
+        decode_step(model, batch=3, tokens=50),
+        step_parts(model, [row] * 3, sampled_rows=3),
+    )
+    batch = crossover_batch(model, tokens=50)
+
+    assert step.kv_read_bytes == 3 * (kv_bytes + 2 * 224)
+    written = 3 * (model.kv_bytes_per_token(2) + 2 * 224)
+    assert sum(part.kv_bytes for part in parts) == step.kv_read_bytes + written
+    assert batch * (kv_bytes + 2 * 224) > weights_read_bytes(model, batch, 2)
 
 
 def test_step_time_is_bytes_divided_by_rate():
