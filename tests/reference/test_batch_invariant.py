@@ -27,12 +27,19 @@ pytestmark = pytest.mark.skipif(
     not isinstance(load_library(), NativeLibrary), reason="the C extension is not built"
 )
 MIXTURES = ("mixtral", "gpt_oss", "llama4", "mimo_v2_flash", "deepseek_v3")
-DENSE = [name for name in zoo.ARCHITECTURES if name not in (*MIXTURES, "phi3_longrope")]
+NARROW = "gemma4_unified"
+OTHERS = (*MIXTURES, NARROW, "phi3_longrope")
+DENSE = [name for name in zoo.ARCHITECTURES if name not in OTHERS]
+LATENT = ("youtu", "minicpm3", "glm_moe_dsa_dense")
+QUICK = ("llama", "glm_moe_dsa_dense")
 
 
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name != "llama")) for name in DENSE],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK))
+        for name in (*DENSE, *LATENT)
+    ],
 )
 def test_no_batch_changes_a_bit(architecture):
     preemptions = check(model_of(architecture), range(4))
@@ -67,19 +74,27 @@ def test_no_batch_changes_a_bit_with_several_threads(threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "glm_moe_dsa_dense"])
 @pytest.mark.parametrize(
     "kv",
     [
-        pytest.param({"codec": "int8"}, marks=pytest.mark.slow),
-        pytest.param({"codec": "fp8/int8"}, marks=pytest.mark.slow),
-        pytest.param({"codec": "int4_outliers"}, marks=pytest.mark.slow),
-        pytest.param({"evict": "snapkv:cap=48,every=8,window=8"}, marks=pytest.mark.slow),
-        pytest.param({"evict": "keydiff:cap=48,every=8"}, marks=pytest.mark.slow),
-        pytest.param({"evict": "sinks:cap=48,every=8"}, marks=pytest.mark.slow),
+        {"codec": "int8"},
+        {"codec": "fp8/int8"},
+        {"codec": "int4_outliers"},
+        {"evict": "snapkv:cap=48,every=8,window=8"},
+        {"evict": "keydiff:cap=48,every=8"},
+        {"evict": "sinks:cap=48,every=8"},
     ],
 )
-def test_no_batch_changes_a_bit_with_allowed_codecs_and_rules(kv):
-    check(model_of("llama"), range(4), kv)
+def test_no_batch_changes_a_bit_with_allowed_codecs_and_rules(architecture, kv):
+    check(model_of(architecture), range(4), kv)
+
+
+def test_joined_keys_that_the_c_library_cannot_read_are_rejected():
+    """The rotated part of its keys has 4 elements."""
+    with pytest.raises(UnsoundCombination, match="whose parts are no multiples of 8"):
+        run(model_of(NARROW), [0])
 
 
 def test_without_the_option_a_batch_changes_bits():

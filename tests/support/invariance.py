@@ -13,6 +13,7 @@ from quire.engine.core import Engine
 from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
+from quire.scheduler.peaks import Need
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step import StepPlan
 from support import zoo
@@ -101,10 +102,11 @@ def alone(model: LoadedModel, kv: dict | None = None) -> Run:
 
 def drawn(model: LoadedModel, rng: random.Random, kv: dict | None = None) -> tuple[dict, list[int]]:
     """Options and requests of a run, with memory for one to three of the largest requests."""
-    numbers = 2 * len(model.spec.layers) * model.spec.num_kv_heads * model.spec.head_dim
-    number_bytes = 1 if (kv or {}).get("codec") == "int8" else model.decoder.dtype.itemsize
-    largest = numbers * number_bytes * (max(LENGTHS) + NEW_TOKENS + 32)
-    memory = 1 << 24 if rng.random() < 0.3 else int(largest * rng.choice((1.1, 1.4, 2)))
+    probe = Engine(model, kv_config(memory="16MiB", **(kv or {})), ScheduleConfig())
+    peaks = probe.scheduler.peaks
+    need = Need(max(LENGTHS) + NEW_TOKENS, eviction=probe.pool.eviction.spec)
+    largest = int(peaks.peak_bytes(need) * rng.choice((1.4, 1.8, 2.5)))
+    memory = 1 << 24 if rng.random() < 0.3 else max(largest, peaks.fitting_bytes(need))
     preempt = rng.choice(("recompute", "recompute", "swap", "auto"))
     requested = {"memory": memory, "swap_space": 0 if preempt == "recompute" else "1MiB"}
     requested["enable_prefix_caching"] = rng.random() < 0.5

@@ -351,6 +351,11 @@ def _deepseek_v3(**options: object) -> PreTrainedConfig:
     return DeepseekV3Config(**_LATENT | _EXPERTS | {"rope_parameters": yarn} | options)
 
 
+def _glm_moe_dsa(mlp: str) -> PreTrainedConfig:
+    types = {"indexer_types": ["full", "shared"], "mlp_layer_types": ["dense", mlp]}
+    return GlmMoeDsaConfig(**_LATENT | _EXPERTS | _INDEX | types)
+
+
 def _longcat_flash() -> PreTrainedConfig:
     experts = {"moe_topk": 2, "n_routed_experts": 4, "zero_expert_num": 2}
     shape = {name: size for name, size in _LATENT.items() if name != "num_hidden_layers"}
@@ -381,9 +386,8 @@ LATENT: dict[str, Callable[[], PreTrainedConfig]] = {
     "youtu": lambda: YoutuConfig(**_LATENT),
     "longcat_flash": _longcat_flash,
     "deepseek_v32": lambda: DeepseekV32Config(**_LATENT | _EXPERTS | _INDEX),
-    "glm_moe_dsa": lambda: GlmMoeDsaConfig(
-        **_LATENT | _EXPERTS | _INDEX | {"indexer_types": ["full", "shared"]}
-    ),
+    "glm_moe_dsa": lambda: _glm_moe_dsa("sparse"),
+    "glm_moe_dsa_dense": lambda: _glm_moe_dsa("dense"),
 }
 
 _MAMBA = {"mamba_d_state": 8, "mamba_d_conv": 4}

@@ -4,7 +4,8 @@ step          runs as forward passes of `INVARIANT_ROWS` rows each, the last one
               products, norms and activations have the same shape for every batch. Products of
               packed weights, also int8 and int4, sum each row in the same order for any number
               of rows
-attention     computed for each token separately over its pages, in prefill and in decode
+attention     computed for each token separately over its pages, in prefill and in decode. Latents
+              are not expanded, and an index selects for each token separately
 sampling      one row at a time
 
 The logits of a token then depend only on the tokens before it. Other requests, chunk sizes and
@@ -21,6 +22,7 @@ from quire.kernels.select import BackendChoice
 from quire.layout import limits
 from quire.layout.eviction import PRESSURE
 from quire.layout.kv_format import read_format
+from quire.layout.model import ModelSpec
 from quire.layout.statistics import QueryRing, Statistic
 from quire.models.base import FixedShapes
 from quire.models.loader import LoadedModel
@@ -38,8 +40,6 @@ def prepare_batch_invariant(model: LoadedModel, config: KVConfig, codec: str) ->
         raise limits.refused(limits.INVARIANT_DEVICE, device=model.decoder.device)
     if model.spec.mixture is not None:
         raise limits.refused(limits.INVARIANT_MIXTURE)
-    if model.spec.latent is not None:
-        raise limits.refused(limits.INVARIANT_LATENTS)
     if any(layer.state is not None for layer in model.spec.layers):
         raise limits.refused(limits.INVARIANT_STATES)
     if config.offload.kv_memory:
@@ -56,12 +56,18 @@ def prepare_batch_invariant(model: LoadedModel, config: KVConfig, codec: str) ->
         raise limits.refused(limits.INVARIANT_MODEL, why=why_not)
 
 
-def one_by_one(choice: BackendChoice) -> AttentionBackend:
+def one_by_one(choice: BackendChoice, spec: ModelSpec) -> AttentionBackend:
     """Attention for each token separately."""
     if not isinstance(choice.backend, NativeAttention):
         why = f"needs native attention, got {choice.backend.name} ({choice.reason})"
         raise limits.refused(limits.INVARIANT_MODEL, why=why)
-    return choice.backend.one_by_one()
+    for heads, layer in zip(spec.heads, spec.layers, strict=True):
+        if heads.latent is not None and layer.stores:
+            dims, group = (heads.key_dim, heads.value_dim), heads.query_heads // heads.kv_heads
+            why_not = choice.backend.why_not_joined(dims, group)
+            if why_not is not None:
+                raise limits.refused(limits.INVARIANT_MODEL, why=why_not)
+    return choice.backend.one_by_one(INVARIANT_ROWS)
 
 
 def exact_statistics(

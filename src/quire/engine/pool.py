@@ -198,7 +198,7 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
         rotated=not rules.rerotates_keys,
         codec=stored_as.codec,
     )
-    backend = one_by_one(choice) if schedule.batch_invariant else choice.backend
+    backend = one_by_one(choice, model.spec) if schedule.batch_invariant else choice.backend
     pre_rope = None
     if rules.mixes and rules.why_no_pre_rope is None:
         pre_rope = PreRopeAttention(model.decoder.device, scratch_bytes=config.scratch)

@@ -175,8 +175,9 @@ class PaddedBridge:
         own = slice(self._num_tokens)
         if self._num_tokens == len(query):
             return self._bridge.attend(call, query, key, value)
-        out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-        out[own] = self._bridge.attend(call, query[own], key[own], value[own])
+        found = self._bridge.attend(call, query[own], key[own], value[own])
+        out = found.new_zeros(len(query), *found.shape[1:])
+        out[own] = found
         return out
 
     @property

@@ -70,6 +70,19 @@ class LaneSlots:
     window: int | None
 
 
+def token_rows(step: StepShape, lanes: LaneSlots) -> tuple[StepShape, LaneSlots, NDArray[np.int64]]:
+    """Make every token a row with one new token, which sees the slots up to its own.
+
+    Returns:
+        The rows, their slots, and the index of the row to which each token belongs in `step`.
+    """
+    token_row = np.repeat(np.arange(len(step.tokens)), step.tokens)
+    behind = (step.starts + step.tokens)[token_row] - np.arange(len(token_row)) - 1
+    slots = (lanes.slots[token_row] - behind[:, None]).astype(np.int32)
+    ones = np.ones(len(token_row), dtype=np.int32)
+    return StepShape.of(ones), LaneSlots(slots, lanes.window), token_row
+
+
 @dataclass(frozen=True, slots=True)
 class LayerPages:
     """Location of the keys and values of one layer.

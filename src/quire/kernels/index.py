@@ -98,12 +98,14 @@ class IndexedLayer:
         step: rows of the batch.
         slots: [row] their live slots in the layer.
         pages: of the layer, for all rows.
+        alone: whether each row is computed alone, such that it depends on no other row.
     """
 
     index: TokenIndex
     step: StepShape
     slots: NDArray[np.int32]
     pages: LayerPages
+    alone: bool = False
 
     def select(self) -> NDArray[np.int64]:
         """Select the tokens of each query, unless an earlier layer did.
@@ -123,11 +125,15 @@ class IndexedLayer:
     def _groups(self, rows: NDArray[np.int64], slot_numbers: int) -> Iterator[IndexedRows]:
         """Yield decode rows in blocks, with `slot_numbers` for a slot, and other rows alone."""
         decodes = self.step.tokens[rows] == 1
-        count = max(1, BLOCK_NUMBERS // (slot_numbers * int(self.slots[rows].max(initial=1))))
+        count = self._rows_of(slot_numbers * int(self.slots[rows].max(initial=1)))
         for first in range(0, int(decodes.sum()), count):
             yield self._rows(rows[decodes][first : first + count])
         for row in rows[~decodes]:
             yield self._rows(np.array([row]))
+
+    def _rows_of(self, numbers: int) -> int:
+        """Rows of a block, with these numbers each."""
+        return 1 if self.alone else max(1, BLOCK_NUMBERS // numbers)
 
     def _rows(self, rows: NDArray[np.int64]) -> IndexedRows:
         pages, device = self.pages, self.pages.rows.device
@@ -206,7 +212,7 @@ class IndexedLayer:
             column_sums: of these rows, overwritten.
         """
         parts: list[Tensor] = []
-        block = max(1, BLOCK_NUMBERS // (self.index.topk * sum(dims_of(self.pages))))
+        block = self._rows_of(self.index.topk * sum(dims_of(self.pages)))
         for first in range(0, len(rows), block):
             part = slice(first, first + block)
             slots, counts = self._slots(self._rows(rows[part]))
@@ -264,7 +270,12 @@ class IndexedLayer:
 
 
 def indexed_layer(
-    math: AttentionMath, step: StepShape, slots: NDArray[np.int32], pages: LayerPages
+    math: AttentionMath,
+    step: StepShape,
+    slots: NDArray[np.int32],
+    pages: LayerPages,
+    *,
+    alone: bool = False,
 ) -> IndexedLayer | None:
     """Return the attention of a layer by its index; None: its queries attend to all tokens."""
-    return None if math.index is None else IndexedLayer(math.index, step, slots[:, 0], pages)
+    return None if math.index is None else IndexedLayer(math.index, step, slots[:, 0], pages, alone)

@@ -27,9 +27,11 @@ from quire.kernels.backend import (
     LatentProjections,
     LayerPages,
     StepShape,
+    token_rows,
 )
 from quire.kernels.device_copies import to_device
 from quire.kernels.index import indexed_layer
+from quire.kernels.native.backend import NativeAttention
 from quire.kernels.reference_backend import ReferenceAttention
 
 EXPANSION_COST = 1.25
@@ -197,14 +199,36 @@ class LatentPart:
 
 @dataclass(frozen=True, slots=True)
 class LatentPlan:
-    """A step's rows in one lane group of latents, divided when its first layer attends."""
+    """A step's rows in one lane group of latents, divided when its first layer attends.
+
+    Attributes:
+        backend, step, lanes, page_tokens, slot_bytes: as of a plan of the backend.
+        token_row: row of each token, which is a row of its own in `step` and `lanes` because the
+            backend computes each token separately; None: it does not.
+        parts: see `divided`.
+    """
 
     backend: AttentionBackend
     step: StepShape
     lanes: LaneSlots
     page_tokens: int
     slot_bytes: int
+    token_row: NDArray[np.int64] | None = None
     parts: dict[tuple[object, ...], list[LatentPart]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        backend: AttentionBackend,
+        step: StepShape,
+        lanes: LaneSlots,
+        page_tokens: int,
+        slot_bytes: int,
+    ) -> "LatentPlan":
+        token_row = None
+        if isinstance(backend, NativeAttention) and backend.fixed_rows is not None:
+            step, lanes, token_row = token_rows(step, lanes)
+        return cls(backend, step, lanes, page_tokens, slot_bytes, token_row)
 
     def divided(
         self, latent: LatentProjections, selecting: NDArray[np.int64] | None, *, exact: bool
@@ -278,7 +302,10 @@ def attend_pages(
     if latent is None:
         return backend.attend(plan, pages, math, query, fresh, column_sums=column_sums)
     assert isinstance(plan, LatentPlan), "pages of latents have such plans"
-    layer = indexed_layer(math, plan.step, plan.lanes.slots, pages)
+    alone = plan.token_row is not None
+    if alone and not math.joined:
+        return _attend_token_by_token(backend, plan, pages, math, query, fresh)
+    layer = indexed_layer(math, plan.step, plan.lanes.slots, pages, alone=alone)
     selecting = None if layer is None else layer.select()
     parts = plan.divided(latent, selecting, exact=pages.full_precision is not None)
     if len(parts) == 1 and not parts[0].selects:
@@ -286,7 +313,7 @@ def attend_pages(
         return _in_form(
             parts[0], math, query, partial(attend, fresh=fresh, column_sums=column_sums)
         )
-    out = query.new_empty(*query.shape[:2], latent.value_dim)
+    out = query.new_empty(*query.shape[:2], math.output_dim(pages))
     for part in parts:
         rows, tokens = part.indices(query.device)
         sums, own_math = None if column_sums is None else column_sums[rows], math
@@ -304,13 +331,40 @@ def attend_pages(
     return out
 
 
+def _attend_token_by_token(
+    backend: AttentionBackend,
+    plan: LatentPlan,
+    pages: LayerPages,
+    math: AttentionMath,
+    query: Tensor,
+    fresh: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Attend to latents in every row, and project all tokens in products of one shape."""
+    assert isinstance(backend, NativeAttention), "others compute rows together"
+    assert backend.fixed_rows is not None, "others compute rows together"
+    assert plan.token_row is not None, "see `attend_pages`"
+    assert math.latent is not None, "see `attend_pages`"
+    count, fixed_rows = len(query), backend.fixed_rows
+
+    def projected(project: Callable[[Tensor], Tensor], vectors: Tensor) -> Tensor:
+        whole = vectors.new_zeros(fixed_rows, *vectors.shape[1:])
+        whole[:count] = vectors
+        return project(whole)[:count].contiguous()
+
+    by_token = replace(pages, rows=pages.rows[to_device(plan.token_row, query.device)])
+    folded_query = projected(math.latent.fold, query)
+    joined = replace(math, joined=True)
+    out = attend_pages(backend, plan, by_token, joined, folded_query, fresh)
+    return projected(math.latent.unfold, out)
+
+
 def _in_form(
     part: LatentPart,
     math: AttentionMath,
     query: Tensor,
     attend: Callable[[AttentionMath, Tensor], Tensor],
 ) -> Tensor:
-    if not part.joined or math.latent is None:
+    if not part.joined or math.latent is None or math.joined:
         return attend(math, query)
     return math.latent.unfold(attend(*folded(math, query)))
 

@@ -418,7 +418,7 @@ class StepAttention:
         slot_bytes = slot_bytes_of(page_class)
         by_layer = slots.reshape(len(slots), num_layers, group.lanes_per_layer)
         distinct = 1 if (slots == slots[:, :1]).all() else num_layers
-        plan = partial(LatentPlan, self._backend) if page_class.joined else self._backend.plan
+        plan = partial(LatentPlan.of, self._backend) if page_class.joined else self._backend.plan
         plans = [
             plan(
                 self._batch.shape,

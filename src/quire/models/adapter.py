@@ -130,7 +130,10 @@ class _OwnRow(OwnValue):
     """Attention in which every row attends only to itself."""
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return super().attend(call, query, key, value) + query.mean(dim=2, keepdim=True)
+        own = super().attend(call, query, key, value)
+        if call.latent is None:
+            return own + query.mean(dim=2, keepdim=True)
+        return own + call.latent.unfold(call.latent.fold(query)[..., : value.shape[2]])
 
 
 def rows_depend(decoder: Decoder, rows: int) -> str | None:

@@ -23,8 +23,10 @@ OTHERS = {
     "one KV head": "wide_mistral",
     "native decoder": "wide_qwen2",
     "unequal heads": "gemma4_apart",
+    "latent attention": "youtu",
+    "sparse attention": "glm_moe_dsa_dense",
 }
-"""Tried where a feature needs sliding windows, or several KV heads."""
+"""Tried where a feature needs sliding windows, several KV heads, or no experts."""
 
 
 def _models(name: str, architecture: str) -> dict[str, tuple[str, ...]]:

@@ -84,24 +84,40 @@ class NativeAttention:
     Args:
         library: the loaded C library.
         gathered: computes what the C library has no code for.
-        one_by_one: compute each token of a chunk like a decode row. Its output then depends on the
-            earlier tokens only, bit for bit. Excludes column sums.
+        fixed_rows: compute each token of a chunk like a decode row, and products of latents in
+            this number of rows. The output of a token then depends on the earlier tokens only, bit
+            for bit. Excludes column sums. None: rows are computed together.
     """
 
     name = "native"
 
     def __init__(
-        self, library: NativeLibrary, gathered: GatheredAttention, *, one_by_one: bool = False
+        self, library: NativeLibrary, gathered: GatheredAttention, *, fixed_rows: int | None = None
     ) -> None:
-        self._library, self._gathered, self._one_by_one = library, gathered, one_by_one
+        self._library, self._gathered, self.fixed_rows = library, gathered, fixed_rows
         self._scratch, self._moving, self._sums = Scratch(), Scratch(), Scratch()
         self._noticed: set[str] = set()
         self._write: WriteCall | None = None
         self._biases: dict[int, tuple[Alibi, SlotBiases]] = {}  # of lanes in order
 
-    def one_by_one(self) -> "NativeAttention":
+    def one_by_one(self, fixed_rows: int) -> "NativeAttention":
         """Return the same backend, computing each token separately."""
-        return NativeAttention(self._library, self._gathered, one_by_one=True)
+        return NativeAttention(self._library, self._gathered, fixed_rows=fixed_rows)
+
+    def why_not_joined(self, dims: tuple[int, int], group: int) -> str | None:
+        """Return why joined keys cannot be read from pages, or None.
+
+        Args:
+            dims: elements of a stored key and of a value.
+            group: query heads of a KV head.
+        """
+        library = self._joined_library(dims)
+        return unfit_blocks(max(dims), library.max_head_dim, group, library.blocks(*dims))
+
+    def _joined_library(self, dims: tuple[int, int]) -> NativeLibrary:
+        if self._library.blocks(*dims):
+            return self._library
+        return replace(self._library, path=min(self._library.path, AVX2))  # fits more dims
 
     @property
     def peak_scratch_bytes(self) -> int:
@@ -111,7 +127,7 @@ class NativeAttention:
 
     def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:
         """Store the step; the first layer determines how its rows are cut."""
-        if self._one_by_one:
+        if self.fixed_rows is not None:
             return token_plan(step, lanes, page_tokens, slot_bytes)
         tokens, starts = np.ascontiguousarray(step.tokens), np.ascontiguousarray(step.starts)
         return NativePlan(
@@ -334,11 +350,10 @@ class NativeAttention:
         check_column_sums(plan, query, column_sums)
         group = query.shape[1] // (pages.num_lanes * pages.key.shape[1])
         unfit, library = unfit_tensors(pages, math, query, column_sums), self._library
-        if math.joined and not library.blocks(*dims_of(pages)):  # narrower vectors fit more dims
-            library = replace(library, path=min(library.path, AVX2))
+        if math.joined:
+            library = self._joined_library(dims_of(pages))
+            unfit = unfit or self.why_not_joined(dims_of(pages), group)
         blocks = library.blocks(*dims_of(pages))
-        if math.joined and unfit is None:
-            unfit = unfit_blocks(max(dims_of(pages)), library.max_head_dim, group, blocks)
         if plan.token_row is not None:
             if unfit or column_sums is not None:
                 reason = unfit or "column sums"

@@ -38,6 +38,7 @@ from quire.kernels.backend import (
     StoredQueries,
     WindowFinish,
     dims_of,
+    token_rows,
 )
 from quire.kernels.gathered import GatheredPlan, group_chunks
 from quire.kernels.native.arguments import (
@@ -545,16 +546,8 @@ class LastLayer:
 
 def token_plan(step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> NativePlan:
     """Plan every token as a row with one new token, which sees the slots up to its own."""
-    token_row = np.repeat(np.arange(len(step.tokens)), step.tokens)
-    behind = (step.starts + step.tokens)[token_row] - np.arange(len(token_row)) - 1
-    slots = (lanes.slots[token_row] - behind[:, None]).astype(np.int32)
-    return NativePlan(
-        StepShape.of(np.ones(len(token_row), dtype=np.int32)),
-        LaneSlots(slots, lanes.window),
-        page_tokens,
-        slot_bytes,
-        torch.from_numpy(token_row),
-    )
+    rows, slots, token_row = token_rows(step, lanes)
+    return NativePlan(rows, slots, page_tokens, slot_bytes, torch.from_numpy(token_row))
 
 
 def gathered_chunks(plan: NativePlan, rows: NDArray[np.int64]) -> GatheredPlan:
