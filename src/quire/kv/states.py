@@ -1,4 +1,4 @@
-"""Recurrent states in pages: a page of a layer and a sequence holds its whole state.
+"""Recurrent states in pages: a layer and a sequence have one or several pages, of a part each.
 
 A state is read and written once per step and layer, in float32: the rows of a step that decode
 together, and each chunk of a prompt alone.
@@ -7,7 +7,6 @@ together, and each chunk of a prompt alone.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 import numpy as np
 import torch
@@ -77,8 +76,7 @@ class StepStates:
         """Overwrite the states of a layer."""
         pages, planes, shapes = self._place(layer, part)
         for name, plane in planes.items():
-            shape = shapes[name]
-            flat = states[name].reshape(len(part.rows), shape[0], prod(shape[1:]))
+            flat = states[name].reshape(*pages.shape, -1, shapes[name][-1])
             plane[pages, :, 0] = flat.to(plane.dtype)
 
     def _place(
@@ -87,7 +85,9 @@ class StepStates:
         group, index = self._kv.states[layer]
         assert group.state is not None, "a group of states"
         rows = self._batch.rows[part.rows]
-        pages = self._tensor(self._kv.memory.tables[group.name].pages[rows, index, 0])
+        first, count = index * group.lanes_per_layer, group.lanes_per_layer
+        table = self._kv.memory.tables[group.name].pages
+        pages = self._tensor(table[rows, first : first + count, 0])
         shapes = group.state.shapes
         planes = self._kv.store.views(group.page_class).planes
         return pages, {name: planes[name][0] for name in shapes}, shapes

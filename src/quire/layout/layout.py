@@ -14,6 +14,7 @@ from quire.layout.pages import (
     INDEX,
     KEY,
     NUMBERS,
+    PAGES_OF_A_SLAB,
     VALUE,
     CacheLayout,
     LaneGroup,
@@ -21,6 +22,7 @@ from quire.layout.pages import (
     PlaneSpec,
     kv_pages,
 )
+from quire.layout.sizes import HUGE_PAGE_BYTES
 from quire.layout.statistics import Statistic
 from quire.layout.token_precision import FullPrecisionTokens, PromotedTokens, Records
 
@@ -143,23 +145,43 @@ def _index_codec(form: KVFormat) -> CodecSpec:
 
 
 def _state_groups(model: ModelSpec) -> Iterator[LaneGroup]:
-    """Build a group for each shape of recurrent states: one page per layer and sequence."""
+    """Build a group for each shape of recurrent states, of a fixed number of pages per layer."""
     layers: dict[StateSpec, list[int]] = {}
     for number, layer in enumerate(model.layers):
         if layer.state is not None:
             layers.setdefault(layer.state, []).append(number)
     for number, (state, of_state) in enumerate(layers.items()):
-        planes = tuple(
-            PlaneSpec(name, codec_spec(STATES_CODEC), math.prod(shape[1:]), shape[0])
-            for name, shape in state.shapes.items()
-        )
+        pages = _state_pages(state)
         yield LaneGroup(
             name="state" if not number else f"state_{number + 1}",
-            page_class=PageClass(planes=planes, tokens=1),
+            page_class=pages[0],
             layers=tuple(of_state),
+            lanes_per_layer=len(pages),
             records=1,
             state=state,
         )
+
+
+def _state_pages(state: StateSpec) -> tuple[PageClass, ...]:
+    """Return the equal pages of a state: as many as make a slab of usual size hold many of them.
+
+    Pages of several MiB, of a class of their own, would waste up to a third of a small arena. A
+    page has the same fraction of each tensor, and all pages together have no more bytes than one.
+    """
+    rows = {name: math.prod(shape[:-1]) for name, shape in state.shapes.items()}
+    found: tuple[PageClass, ...] = ()
+    common = math.gcd(*rows.values())
+    for count in (n for n in range(1, common + 1) if common % n == 0):
+        planes = tuple(
+            PlaneSpec(name, codec_spec(STATES_CODEC), shape[-1], rows[name] // count)
+            for name, shape in state.shapes.items()
+        )
+        pages = (PageClass(planes=planes, tokens=1),) * count
+        if not found or pages[0].page_bytes * count <= found[0].page_bytes * len(found):
+            found = pages
+        if found[0].page_bytes * PAGES_OF_A_SLAB <= HUGE_PAGE_BYTES:
+            break
+    return found
 
 
 def _full_precision_group(group: LaneGroup, form: KVFormat) -> LaneGroup:

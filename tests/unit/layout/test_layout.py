@@ -2,12 +2,15 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from quire.errors import ConfigError
+from quire.kv.memory import KVMemory
 from quire.layout.codec_names import CODECS, codec_spec
 from quire.layout.codecs import CodecSpec
 from quire.layout.layout import layout_fingerprint, layout_for, statistics_used
+from quire.layout.model import LayerSpec, StateSpec
 from quire.layout.pages import KEY, NUMBERS, VALUE, CacheLayout, LaneGroup, PageClass, PlaneSpec
 from quire.layout.statistics import (
     AttentionSum,
@@ -258,3 +261,41 @@ def test_fingerprints_of_layouts_differ():
     ]
 
     assert len(set(map(layout_fingerprint, layouts))) == len(layouts)
+
+
+STATES = {  # pages of a layer, and bytes of each: those of the tensors in float32
+    "qwen3_next": (StateSpec(conv=(8192, 4), recurrent=(32, 128, 128)), 64, 2048 + 32_768),
+    "granite": (StateSpec(conv=(4352, 4), recurrent=(64, 64, 128)), 64, 1088 + 32_768),
+    "mamba": (StateSpec(conv=(8192, 4), recurrent=(8192, 16)), 16, 8192 + 32_768),
+    "small": (StateSpec(conv=(96, 4), recurrent=(4, 16, 16)), 1, 1536 + 4096),
+    "one vector": (StateSpec(recurrent=(65_536,)), 1, 262_144),
+    "odd": (StateSpec(conv=(7919, 4)), 1, 126_720),  # a prime number of channels
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_large_state_has_several_pages_without_padding(name):
+    state, count, page_bytes = STATES[name]
+    spec = small_spec(LayerSpec(attends=False, state=state), None)
+
+    [group] = [g for g in layout_for(spec, codec="float32", page_tokens=16).groups if g.state]
+
+    assert (group.lanes_per_layer, group.page_class.page_bytes) == (count, page_bytes)
+    numbers = [channels * inputs for channels, inputs in filter(None, [state.conv])]
+    numbers.append(int(np.prod(state.recurrent)) if state.recurrent else 0)
+    assert group.bytes_at_most(1, 1) == -(-4 * sum(numbers) // 64) * 64
+
+
+@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["qwen3_next", "granite"])
+def test_large_states_waste_less_than_a_tenth_of_a_small_memory(name, codec):
+    recurrent = LayerSpec(attends=False, state=STATES[name][0])
+    spec = small_spec(*(recurrent, recurrent, None), num_kv_heads=4, head_dim=128)
+    memory = KVMemory(layout_for(spec, codec=codec, page_tokens=16), 64 << 20, 32)
+
+    while memory.try_grow(np.array([memory.start()]), np.array([200], dtype=np.int32)):
+        memory.check()
+
+    sequence_bytes = memory.row_bytes(0)
+    assert memory.free_bytes < sequence_bytes + 0.1 * memory.total_bytes
+    assert memory.used_bytes > 0.85 * memory.total_bytes
