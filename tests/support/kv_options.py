@@ -25,6 +25,8 @@ _PREFIX_CACHE = {
     "kv_write": "write",
     "require_tiers": "require_tiers",
     "kv_load": "load",
+    "state_checkpoint_interval": "state_checkpoint_interval",
+    "state_checkpoint_memory": "state_checkpoint_memory",
 }
 
 

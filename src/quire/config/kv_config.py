@@ -224,6 +224,21 @@ class PrefixCacheConfig:
         "that an engine which only decodes is not delayed",
         flag="kv-load",
     )
+    state_checkpoint_interval: int = option(
+        0,
+        help="tokens between checkpoints of recurrent states in the prefix cache, a multiple of "
+        "the block; 0: only at the end of a prompt, of its part in common with an earlier one, and "
+        "of the newest block of a response",
+        unit="tokens",
+        min_value=0,
+    )
+    state_checkpoint_memory: MaybeSize = option(
+        "auto",
+        help="KV memory for checkpoints of recurrent states (bytes, a size such as 1GiB, or auto: "
+        "half of the KV memory); full, it evicts the least recently used checkpoint",
+        unit="bytes",
+        parse=parse_size_or("auto"),
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

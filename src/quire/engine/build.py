@@ -20,7 +20,7 @@ from quire.engine.rank_decisions import RankCosts
 from quire.engine.runner import Runner
 from quire.engine.shared_pool import PoolMember, joining
 from quire.eviction.eviction import PolicyEvictor
-from quire.kv.prefix import PrefixBroadcast, PrefixIndex
+from quire.kv.prefix import PrefixBroadcast
 from quire.models.base import LayerByLayer, attention_math
 from quire.models.loader import LoadedModel
 from quire.offload.kv.offloader import PrefixOffloader
@@ -36,7 +36,7 @@ from quire.scheduler.preemption import Swapper
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import INVARIANT_ROWS, ScheduleConfig
 from quire.scheduler.scheduler import Scheduler, scheduler_of
-from quire.scheduler.sequence_memory import PrefixIdentities, SequenceMemory
+from quire.scheduler.sequence_memory import PrefixIdentities, SequenceMemory, sequence_memory_of
 from quire.scheduler.step import StepSize, StepTimes
 
 logger = logging.getLogger(__name__)
@@ -153,12 +153,10 @@ def _make_memory(
     events: EventLog,
     listener: PrefixBroadcast,
 ) -> SequenceMemory:
-    enabled = kv.prefix_cache.enabled
-    prefix = PrefixIndex(pool.kv.memory, listener, events.now_s) if enabled else None
     identities = PrefixIdentities((model.name, pool.stored_as.fingerprint, str(kv.page_tokens)))
-    if opened is not None and prefix is not None:  # engines may know the model by other names
+    if opened is not None and kv.prefix_cache.enabled:  # engines may know the model by other names
         identities = PrefixIdentities((opened.nature,), secret=opened.secret)
-    return SequenceMemory(pool.kv.memory, prefix, identities, events=events)
+    return sequence_memory_of(pool.kv.memory, kv, identities, events, listener=listener)
 
 
 def _evictor(pool: KVPool, kv: KVConfig, model: LoadedModel) -> Evictor | None:

@@ -54,6 +54,8 @@ class EngineStats:
         requests: KV memory of each running request.
         tenants: KV memory of each tenant.
         cached_bytes: cached pages that no request uses; in use, but evicted when pages run out.
+        checkpoint_bytes: recurrent states and statistics stored with cached prefixes, those that
+            a request is about to start from included; evicted when pages run out.
         host_bytes: KV of preempted requests in the swap space.
         offloaded_bytes: KV of running requests offloaded to CPU memory.
         activation_bytes: activation checkpoints in CPU memory, to recompute offloaded KV from.
@@ -90,6 +92,7 @@ class EngineStats:
     requests: tuple[RequestBytes, ...]
     tenants: tuple[TenantBytes, ...]
     cached_bytes: int
+    checkpoint_bytes: int
     host_bytes: int
     offloaded_bytes: int
     activation_bytes: int
@@ -176,6 +179,7 @@ def scheduler_numbers(scheduler: Scheduler) -> dict[str, int]:
         "num_evictions": scheduler.capacities.num_evictions,
         "evicted_tokens": round(scheduler.capacities.evicted_tokens),
         "num_swaps": 0 if swapper is None else swapper.num_swaps,
+        "checkpoint_bytes": 0 if prefix is None else prefix.snapshots.num_bytes,
         "queried_tokens": 0 if prefix is None else prefix.queried_tokens,
         "cached_tokens": 0 if prefix is None else prefix.hit_tokens,
     }

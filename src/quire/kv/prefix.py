@@ -231,19 +231,6 @@ class PrefixNode:
         used = memory.statistics_of(row)
         return bool(used) and used not in self.statistics
 
-    def snapshot(self, memory: KVMemory, row: int) -> None:
-        """Copy the statistics of a row that ends at this block, if free pages suffice."""
-        cached_reference = reference_statistics(memory, row) if self.lacks(memory, row) else None
-        if cached_reference is not None:
-            self.statistics[memory.statistics_of(row)] = cached_reference
-
-    def statistics_bytes(self, memory: KVMemory) -> int:
-        return sum(
-            pages.size * memory.tables[name].group.page_class.page_bytes
-            for cached_reference in self.statistics.values()
-            for name, pages in cached_reference.pages.items()
-        )
-
     def continues(self, parent: "PrefixNode | None", block: Block) -> bool:
         return self.block.tokens == block.tokens and self.parent is parent
 
@@ -256,6 +243,7 @@ class PrefixLease:
     nodes: list[PrefixNode] = field(default_factory=list)  # from the first block on
     publishes: bool = True  # whether the sequence may extend the chain
     known_tokens: int = 0  # of the longest chain found, also without the needed statistics
+    pinned: frozenset[str] = frozenset()  # statistics after its last node that a row starts from
 
     @property
     def tokens(self) -> int:
@@ -333,7 +321,79 @@ class IdleNodes:
             tables, pages = self._memory.tables, node.cached_reference.pages
             held = [(tables[name].group, numbers) for name, numbers in pages.items()]
             num_bytes = sum(n.size * g.page_class.page_bytes for g, n in held if g.name != moving)
-        return num_bytes + node.statistics_bytes(self._memory)
+        return num_bytes
+
+
+Snapshot = tuple[PrefixNode, frozenset[str]]
+"""A block, and the names of the private groups that were copied after it."""
+
+
+class Snapshots:
+    """Statistics and states after blocks, least recently used first.
+
+    They are evicted with their blocks, or before them: for others if they have reached their limit
+    of bytes, and if a running request uses the block and pages run out. A lookup then ends at an
+    earlier block.
+
+    Args:
+        memory: the KV memory.
+        max_bytes: most bytes of all; None: no limit.
+
+    Attributes:
+        num_bytes: bytes of their pages, that they do not share.
+    """
+
+    def __init__(self, memory: KVMemory, max_bytes: int | None) -> None:
+        self._memory, self.max_bytes = memory, max_bytes
+        self._found: OrderedDict[Snapshot, int] = OrderedDict()
+        self._pinned: Counter[Snapshot] = Counter()
+        self.num_bytes = self._pinned_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of those that no request is about to start from."""
+        return self.num_bytes - self._pinned_bytes
+
+    def add(self, node: PrefixNode, used: frozenset[str], copy: CachedReference) -> None:
+        tables = self._memory.tables
+        self._found[node, used] = num_bytes = sum(
+            pages.size * tables[name].group.page_class.page_bytes
+            for name, pages in copy.pages.items()
+        )
+        node.statistics[used] = copy
+        self.num_bytes += num_bytes
+
+    def remove(self, node: PrefixNode, used: frozenset[str]) -> CachedReference:
+        """Remove one; the caller releases its pages."""
+        num_bytes = self._found.pop((node, used))
+        self.num_bytes -= num_bytes
+        if self._pinned.pop((node, used), 0):
+            self._pinned_bytes -= num_bytes
+        return node.statistics.pop(used)
+
+    def pin(self, node: PrefixNode, used: frozenset[str]) -> None:
+        """Keep one, which is in use now, until `unpin`."""
+        self._found.move_to_end((node, used))
+        if not self._pinned[node, used]:
+            self._pinned_bytes += self._found[node, used]
+        self._pinned[node, used] += 1
+
+    def unpin(self, node: PrefixNode, used: frozenset[str]) -> None:
+        self._pinned[node, used] -= 1
+        if not self._pinned[node, used]:
+            del self._pinned[node, used]
+            self._pinned_bytes -= self._found[node, used]
+
+    def oldest(self) -> Snapshot | None:
+        """Return the least recently used one that is not pinned."""
+        return next((found for found in self._found if found not in self._pinned), None)
+
+    def exceeds(self, num_bytes: int) -> bool:
+        """Whether one of this size does not fit beside the others."""
+        return self.max_bytes is not None and self.num_bytes + num_bytes > self.max_bytes
 
 
 def blocks_of_pages(
@@ -360,7 +420,15 @@ def blocks_of_pages(
 class PrefixIndex(MemoryListener):
     """Finds, retains and evicts cached prefixes of one KV memory.
 
+    Args:
+        memory: the KV memory.
+        listener: receives the events of the index.
+        clock: seconds.
+        page_tokens: tokens of a block of a layout without pages that sequences share.
+        snapshot_bytes: most bytes of statistics and states after blocks; None: no limit.
+
     Attributes:
+        snapshots: statistics and states after blocks.
         block_tokens: tokens of a block; a block is whole pages in every lane.
         queried_tokens: tokens of all prompts that were looked up so far.
         hit_tokens: tokens of these prompts that were found in the cache.
@@ -371,10 +439,14 @@ class PrefixIndex(MemoryListener):
         memory: KVMemory,
         listener: PrefixListener | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        page_tokens: int = 1,
+        snapshot_bytes: int | None = None,
     ) -> None:
         shared = [group for group in memory.layout.groups if not group.private]
         self.memory = memory
-        self.block_tokens = math.lcm(*(group.page_class.tokens for group in shared))
+        tokens = [group.page_class.tokens for group in shared]
+        self.block_tokens = math.lcm(*tokens) if tokens else page_tokens
         pages: Counter[PageClass] = Counter()
         for group in shared:
             columns = self.block_tokens // group.page_class.tokens
@@ -385,6 +457,7 @@ class PrefixIndex(MemoryListener):
         self._listener, self._clock = listener, clock
         self._nodes: dict[bytes, PrefixNode] = {}
         self._idle = IdleNodes(memory, pages)
+        self.snapshots = Snapshots(memory, snapshot_bytes)
         self._public: dict[PrefixNode, None] = {}  # separate because every step counts them
         self._pending: list[PrefixNode] = []  # published in the step that is being scheduled
         self._by_layer: list[tuple[PrefixLease, LayerReferences]] = []  # to be published after it
@@ -403,11 +476,12 @@ class PrefixIndex(MemoryListener):
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes that evicting all unused blocks would free, statistics snapshots included.
+        """Bytes that evicting all unused blocks and all statistics snapshots would free.
 
         Pages that are only kept to be published are unused too.
         """
-        return self._idle.num_bytes + sum(kept.idle_bytes for _, kept in self._by_layer)
+        kept_bytes = sum(kept.idle_bytes for _, kept in self._by_layer)
+        return self._idle.num_bytes + self.snapshots.free_bytes + kept_bytes
 
     def nodes(self) -> Iterator[PrefixNode]:
         """Yield all published blocks, parents first; the index must not change meanwhile."""
@@ -442,7 +516,10 @@ class PrefixIndex(MemoryListener):
         while statistics and nodes and statistics not in nodes[-1].statistics:
             nodes.pop()
         self._use(nodes)
-        return PrefixLease(identity, nodes, known_tokens=known_tokens)
+        pinned = statistics if nodes else frozenset[str]()
+        if pinned:
+            self.snapshots.pin(nodes[-1], pinned)
+        return PrefixLease(identity, nodes, known_tokens=known_tokens, pinned=pinned)
 
     def cached_tokens(self, blocks: Iterable[Block]) -> int:
         """Tokens of the longest published prefix of some blocks; nothing is leased or counted."""
@@ -457,7 +534,14 @@ class PrefixIndex(MemoryListener):
         """Start a sequence from a lease matched for these statistics; return its row."""
         snapshot = lease.nodes[-1].statistics[statistics] if statistics else None
         cached_references = [node.cached_reference for node in lease.nodes]
-        return start_from_references(self.memory, cached_references, snapshot, used=statistics)
+        row = start_from_references(self.memory, cached_references, snapshot, used=statistics)
+        self._unpin(lease)
+        return row
+
+    def _unpin(self, lease: PrefixLease) -> None:
+        if lease.pinned:
+            self.snapshots.unpin(lease.nodes[-1], lease.pinned)
+            lease.pinned = frozenset()
 
     def extend(
         self,
@@ -504,6 +588,7 @@ class PrefixIndex(MemoryListener):
 
     def release(self, lease: PrefixLease) -> None:
         """Return a lease: its sequence was released, or its pages no longer match the chain."""
+        self._unpin(lease)
         now_s = self._clock()
         for node in reversed(lease.nodes):  # the tail of the chain is evicted first
             node.num_users -= 1
@@ -532,7 +617,7 @@ class PrefixIndex(MemoryListener):
         for statistics in references.statistics():
             node = next((node for node in lease.nodes if node.block.end == statistics.end), None)
             if node is not None and node.lacks(self.memory, row):
-                node.statistics[self.memory.statistics_of(row)] = statistics
+                self.snapshots.add(node, self.memory.statistics_of(row), statistics)
             else:
                 release_references(self.memory, [statistics])
         references.release()
@@ -625,36 +710,59 @@ class PrefixIndex(MemoryListener):
         """
         if not lease.nodes or lease.tokens != int(self.memory.lengths[row]):
             return False
-        node = lease.nodes[-1]
+        node, used = lease.nodes[-1], self.memory.statistics_of(row)
         pages = referenced_statistics_pages(self.memory, row)
-        if node.lacks(self.memory, row) and self._free_pages(pages):
-            node.snapshot(self.memory, row)
-            if node not in self._pending:
-                self._written([node])
-            return True
-        return False
+        if not (node.lacks(self.memory, row) and self._free_pages(pages)):
+            return False
+        copy = reference_statistics(self.memory, row)
+        if copy is None:
+            return False
+        self.snapshots.add(node, used, copy)
+        if node not in self._pending:
+            self._written([node])
+        return True
 
     def forget_snapshot(self, node: PrefixNode | None, row: int) -> None:
         """Release the copy that a row made after a block, if there still is one."""
-        if node is None or self._nodes.get(node.block.key) is not node:
-            return  # the block was evicted, with its copies
-        found = node.statistics.pop(self.memory.statistics_of(row), None)
-        if found is not None:
-            release_references(self.memory, [found])
+        used = self.memory.statistics_of(row)
+        if node is not None and used in node.statistics:
+            release_references(self.memory, [self.snapshots.remove(node, used)])
 
     def _free_pages(self, pages: Mapping[PageClass, int]) -> bool:
+        """Evict unused blocks and snapshots for one more snapshot; return whether it fits."""
         wanted_bytes = sum(page_class.page_bytes * n for page_class, n in pages.items())
-        if self.memory.fits(pages):
-            return True
-        return wanted_bytes <= self.memory.free_bytes + self.idle_bytes and self.reclaim(pages)
+        if not self.memory.fits(pages) and wanted_bytes > self.memory.free_bytes + self.idle_bytes:
+            return False
+        limit_bytes = self.snapshots.max_bytes
+        if limit_bytes is not None and wanted_bytes > limit_bytes:
+            return False
+        while self.snapshots.exceeds(wanted_bytes):
+            if not self._drop_snapshot():
+                return False
+        return self.reclaim(pages)
+
+    def _drop_snapshot(self) -> bool:
+        """Evict the least recently used snapshot, before its block; False if there is none."""
+        found = self.snapshots.oldest()
+        if found is None:
+            return False
+        self._offer([found[0]])  # a tier stores what the KV memory loses
+        release_references(self.memory, [self.snapshots.remove(*found)])
+        return True
 
     # ---- eviction ------------------------------------------------------------------------------
 
     def reclaim(self, pages: Mapping[PageClass, int]) -> bool:
-        """Evict unused blocks until these additional pages fit; return whether they do."""
+        """Evict unused blocks until these additional pages fit; return whether they do.
+
+        If they are not enough, snapshots after blocks in use are evicted.
+        """
         dropped: list[bytes] = []
-        while self._idle.num_resident and not self.memory.fits(pages):
-            dropped += self._drop(self._idle.oldest(self._idle.blocks_short(pages)))
+        while not self.memory.fits(pages):
+            if self._idle.num_resident:
+                dropped += self._drop(self._idle.oldest(self._idle.blocks_short(pages)))
+            elif not self._drop_snapshot():
+                break
         self._notify_removed(dropped)
         return self.memory.fits(pages)
 
@@ -669,6 +777,8 @@ class PrefixIndex(MemoryListener):
 
     def clear(self) -> None:
         self._notify_removed(self._drop(list(self._idle)))
+        while self._drop_snapshot():
+            pass
 
     def offloading(self, group: str, keys: Sequence[int]) -> None:
         """Note the blocks whose pages move to offload memory; tiers store them before."""
@@ -735,5 +845,6 @@ class PrefixIndex(MemoryListener):
                 del self._nodes[node.block.key]
             self._idle.discard(node)
             self._public.pop(node, None)
-            cached_references += [node.cached_reference, *node.statistics.values()]
+            copies = [self.snapshots.remove(node, used) for used in list(node.statistics)]
+            cached_references += [node.cached_reference, *copies]
         release_references(self.memory, cached_references)

@@ -11,12 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.config.generation_request import DEFAULT_TENANT
+from quire.config.kv_config import KVConfig
+from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import (
     BlockChain,
     PrefixIdentity,
     PrefixIndex,
     PrefixLease,
+    PrefixListener,
     private_salt,
     root_key,
 )
@@ -77,6 +80,7 @@ class SequenceMemory:
         prefix: index of cached prefixes; None without prefix caching.
         identities: creates the identities of prefixes; default: `PrefixIdentities()`.
         events: the event log; default: a new one.
+        checkpoint_tokens: recurrent states are saved at each multiple of it; 0: see `confirm`.
 
     Attributes:
         prefix_offloader: offloads the oldest pages of requests; None without KV offload.
@@ -90,8 +94,11 @@ class SequenceMemory:
         identities: PrefixIdentities | None = None,
         *,
         events: EventLog | None = None,
+        checkpoint_tokens: int = 0,
     ) -> None:
         self.memory, self.prefix = memory, prefix
+        self._checkpoint_tokens = checkpoint_tokens
+        self._has_states = any(group.state is not None for group in memory.layout.groups)
         self.identities = identities or PrefixIdentities()
         self.events = events or EventLog()
         self.prefix_offloader: KVOffloader | None = None
@@ -279,14 +286,21 @@ class SequenceMemory:
     def snapshot_ends(self, request: Request) -> tuple[int, ...]:
         """Token counts after which the statistics of a prompt are saved in the prefix cache.
 
-        One is the end of the prompt's last whole block, for requests that extend this prompt. The
-        other is the end of the prefix that an earlier prompt had in common with this one.
+        One is the end of the prompt's last whole block, for requests that extend this prompt; one
+        that of the tokens known, if a request is recomputed. Another is the end of the prefix that
+        an earlier prompt had in common with this one. Recurrent states are also saved at multiples
+        of an interval.
         """
         lease, prefix = request.memory.lease, self.prefix
         if prefix is None or not request.memory.statistics or not isinstance(lease, PrefixLease):
             return ()
-        most = min(len(request.prompt_token_ids) - 1, request.exact_tokens)
+        known = min(request.num_tokens - 1, request.exact_tokens)
+        most = min(len(request.prompt_token_ids) - 1, known)
         ends = {min(lease.known_tokens, most), most // prefix.block_tokens * prefix.block_tokens}
+        if self._has_states:
+            ends.add(known // prefix.block_tokens * prefix.block_tokens)
+        if self._checkpoint_tokens:
+            ends.update(range(self._checkpoint_tokens, known + 1, self._checkpoint_tokens))
         return tuple(sorted(end for end in ends if end > lease.tokens))
 
     def publish(self, request: Request, length: int) -> None:
@@ -362,7 +376,7 @@ class SequenceMemory:
             computed = request.progress.num_computed
             if request.is_running and computed % prefix.block_tokens == 0:
                 self.publish(request, computed)
-        prefix.confirm()
+        self.confirm(requests)
 
     def fork(self, parent: Request, child: Request) -> None:
         """Fork the KV of a running request for a request without KV, with shared pages.
@@ -389,31 +403,29 @@ class SequenceMemory:
     # ---- a step --------------------------------------------------------------------------------
 
     def confirm(self, requests: Sequence[Request]) -> None:
-        """After a step: mark its published blocks as written, and save due statistics."""
-        if self.prefix is None:
-            return
-        self.prefix.confirm()
-        states = any(group.state is not None for group in self.memory.layout.groups)
+        """After a step: mark its published blocks as written, and save due statistics.
+
+        The states of a decoding request are saved after its newest block, instead of the last time,
+        so that a later turn of a conversation computes less than a block of the response again.
+        """
+        if self.prefix is not None:
+            self.prefix.confirm()
+            self._save(requests)
+
+    def _save(self, requests: Sequence[Request]) -> None:
+        prefix = self.prefix
+        assert prefix is not None, "a prefix cache"
         for request in requests:
             done, lease = request.progress.num_computed, request.memory.lease
-            if lease is None or not request.eviction.exact:
+            if lease is None or not request.eviction.exact or done % prefix.block_tokens:
                 continue
-            if done in request.memory.snapshot_ends:
-                self.prefix.snapshot(lease, request.memory.row)
-            elif states and done % self.prefix.block_tokens == 0:
-                self._checkpoint(request, lease)
-
-    def _checkpoint(self, request: Request, lease: PrefixLease) -> None:
-        """Save the states of a decoding request after its newest block, instead of the last time.
-
-        A later turn of a conversation then computes less than a block of the response again.
-        """
-        assert self.prefix is not None
-        if request.progress.num_computed <= len(request.prompt_token_ids):
-            return
-        if self.prefix.snapshot(lease, request.memory.row):
-            self.prefix.forget_snapshot(request.memory.checkpoint, request.memory.row)
-            request.memory.checkpoint = lease.nodes[-1]
+            every, decoded = self._checkpoint_tokens, done > len(request.prompt_token_ids)
+            stays = done in request.memory.snapshot_ends or (every and done % every == 0)
+            if not (stays or (self._has_states and decoded)):
+                continue
+            if prefix.snapshot(lease, request.memory.row) and decoded and self._has_states:
+                prefix.forget_snapshot(request.memory.checkpoint, request.memory.row)
+                request.memory.checkpoint = None if stays else lease.nodes[-1]
 
     def withdraw(self) -> None:
         """After a failed step: remove the blocks that it published."""
@@ -424,6 +436,54 @@ class SequenceMemory:
         """Whether a request shares blocks that the step being planned will write."""
         prefix, lease = self.prefix, request.memory.lease
         return prefix is not None and lease is not None and prefix.is_pending(lease)
+
+
+def sequence_memory_of(
+    memory: KVMemory,
+    kv: KVConfig,
+    identities: PrefixIdentities,
+    events: EventLog,
+    *,
+    listener: PrefixListener | None = None,
+) -> SequenceMemory:
+    """Create the memory of requests, with a prefix cache if `kv` has one.
+
+    Raises:
+        ConfigError: an option of checkpoints has no effect, or their memory holds none.
+    """
+    cache, every = kv.prefix_cache, kv.prefix_cache.state_checkpoint_interval
+    states = [group for group in memory.layout.groups if group.state is not None]
+    given = {
+        "--state-checkpoint-interval": every,
+        "--state-checkpoint-memory": cache.state_checkpoint_memory is not None,
+    }
+    for flag in (flag for flag, is_given in given.items() if is_given):
+        why = "the model has no recurrent states" if not states else "the prefix cache is off"
+        if not (states and cache.enabled):
+            raise ConfigError(f"{flag} has no effect: {why}; leave it out")
+    if not cache.enabled:
+        return SequenceMemory(memory, None, identities, events=events)
+    one_bytes, limit_bytes = sum(g.bytes_at_most(1, 1) for g in states), None
+    if states:
+        limit_bytes = cache.state_checkpoint_memory
+        if limit_bytes is None:
+            limit_bytes = max(one_bytes, memory.total_bytes // 2)
+    if limit_bytes is not None and limit_bytes < one_bytes:
+        raise ConfigError(
+            f"expected --state-checkpoint-memory of {one_bytes:,} B or more, the bytes of one "
+            f"checkpoint, got {limit_bytes:,} B; raise it, or use --no-enable-prefix-caching"
+        )
+    prefix = PrefixIndex(
+        *(memory, listener, events.now_s),
+        page_tokens=kv.page_tokens,
+        snapshot_bytes=limit_bytes,
+    )
+    if every % prefix.block_tokens:
+        raise ConfigError(
+            f"expected --state-checkpoint-interval of a multiple of {prefix.block_tokens} tokens, "
+            f"the block of the prefix cache, got {every}"
+        )
+    return SequenceMemory(memory, prefix, identities, events=events, checkpoint_tokens=every)
 
 
 def share_evictions(parent: Request, child: Request) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig
 from quire.errors import ConfigError, InvariantError
 from quire.kv.memory import KVMemory
-from quire.kv.prefix import PrefixIndex, PrefixListener
+from quire.kv.prefix import PrefixListener
 from quire.kv.tables import refuse_too_many_rows
 from quire.layout.config import dtype_bytes
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
@@ -27,7 +27,7 @@ from quire.scheduler.preemption import (
 )
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler, scheduler_of
-from quire.scheduler.sequence_memory import PrefixIdentities, SequenceMemory
+from quire.scheduler.sequence_memory import PrefixIdentities, sequence_memory_of
 from quire.sim.engine import (
     OldestFirstEvictor,
     SimResult,
@@ -153,9 +153,8 @@ def make_scheduler(
     listener: PrefixListener | None = None,
 ) -> Scheduler:
     """The engine's scheduler over a memory without bytes."""
-    prefix = PrefixIndex(memory, listener) if config.kv.prefix_cache.enabled else None
     identities, events = PrefixIdentities(secret=_SECRET), EventLog(clock, kept=1)
-    sequence_memory = SequenceMemory(memory, prefix, identities, events=events)
+    sequence_memory = sequence_memory_of(memory, config.kv, identities, events, listener=listener)
     swapper = _make_swapper(memory, config, copies)
     evictor = OldestFirstEvictor(memory)
     return scheduler_of(config.schedule, sequence_memory, evictor, swapper)
@@ -186,7 +185,12 @@ def _make_swapper(memory: KVMemory, config: SimConfig, copies: TimedCopies) -> S
 def refuse_unsimulated(kv: KVConfig) -> None:
     """Reject options that have no effect in a simulation."""
     _refuse_changes(kv.offload, OffloadConfig(), "KV offload")
-    simulated = PrefixCacheConfig(enabled=kv.prefix_cache.enabled)
+    cache = kv.prefix_cache
+    simulated = PrefixCacheConfig(
+        enabled=cache.enabled,
+        state_checkpoint_interval=cache.state_checkpoint_interval,
+        state_checkpoint_memory=cache.state_checkpoint_memory,
+    )
     _refuse_changes(kv.prefix_cache, simulated, "prefixes on disk or in a store")
 
 

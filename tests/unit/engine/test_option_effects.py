@@ -25,6 +25,8 @@ def model():
         ({"constants": "/nonexistent"}, {}, "--kv-constants /nonexistent has no effect: .*'none'"),
         ({"constants": "/tmp", "codec": "int8"}, {}, "--kv-constants /tmp has no effect: .*'int8'"),
         ({"constants": "/nonexistent", "codec": "int8_channel"}, {}, "there is no /nonexistent/"),
+        ({"state_checkpoint_interval": 16}, {}, "-interval has no effect: the model has no rec"),
+        ({"state_checkpoint_memory": 1}, {}, "-checkpoint-memory has no effect: the model has no"),
         ({}, {"max_num_seqs": 10**11}, r"page tables of 100,000,000,000 .* lower --max-num-seqs"),
     ],
 )

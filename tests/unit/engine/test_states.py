@@ -3,10 +3,11 @@
 import pytest
 
 from models.tiny import build
+from quire.api.llm import LLM
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.errors import UnsoundCombination
+from quire.errors import ConfigError, UnsoundCombination
 from quire.layout.model import ModelSpec
 from quire.models.loader import load_model
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -23,16 +24,20 @@ def loaded(request, tmp_path_factory):
     return load_model(folder, dtype="float32", device="cpu")
 
 
-def engine_of(loaded, **options) -> Engine:
+def engine_of(loaded, schedule: ScheduleConfig | None = None, **options) -> Engine:
     config = kv_config(memory="4MiB", page_tokens=PAGE_TOKENS, **options)
-    return Engine(loaded, config, ScheduleConfig())
+    return Engine(loaded, config, schedule or ScheduleConfig())
 
 
-def answer(engine: Engine, name: str, prompt: list[int]):
-    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+def answer(engine: Engine, name: str, prompt: list[int], count: int = NEW_TOKENS, preempt=()):
+    """Tokens and usage of one request; `preempt` are options of a preemption after 3 tokens."""
+    params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
     engine.submit(GenerationRequest(prompt, params, request_id=name))
     tokens: list[int] = []
     while True:
+        if preempt and len(tokens) == 3:
+            engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "test", **dict(preempt))
+            preempt = ()
         for delta in engine.step():
             tokens += delta.token_ids
             if delta.usage is not None:
@@ -69,17 +74,123 @@ def test_a_short_request_holds_its_states_and_a_page_of_each_attention_layer(loa
     assert memory.row_bytes(row) == state_bytes_by_hand(spec) + pages * page_bytes
 
 
-def test_each_turn_of_a_conversation_computes_its_new_tokens_and_less_than_a_block(loaded):
-    engine, cold = engine_of(loaded), engine_of(loaded)
+TURNS = {  # options of the engine, whether it restarts each turn, and how a turn is preempted
+    "alone": ({}, False, ()),
+    "asynchronous": ({"schedule": ScheduleConfig(async_scheduling=True)}, False, ()),
+    "interval": ({"state_checkpoint_interval": 32}, False, ()),
+    "swapped": ({"swap_space": "4MiB"}, False, {"swap_all": True}),
+    "recomputed": ({}, False, {"recompute": True}),
+    "restarted": ({"disk_memory": "16MiB", "kv_load": "whole"}, True, ()),
+    "spilled": ({"cpu_memory": "16MiB", "kv_load": "whole", "few_checkpoints": True}, False, ()),
+}
+
+
+@pytest.mark.parametrize("case", TURNS)
+def test_each_turn_of_a_conversation_computes_its_new_tokens_and_less_than_a_block(
+    loaded, case, tmp_path
+):
+    options, restarts, preempt = TURNS[case]
+    options = dict(options)
+    if "disk_memory" in options:
+        options["disk_path"] = str(tmp_path)
+    if options.pop("few_checkpoints", False):
+        options["state_checkpoint_memory"] = 2 * state_bytes_by_hand(loaded.spec)
+    engine, cold = engine_of(loaded, **options), engine_of(loaded, enable_prefix_caching=False)
     prompt = list(range(3, 60))
-    for turn in range(20):
-        tokens, usage = answer(engine, f"turn {turn}", prompt)
+    for turn in range(20 if case == "alone" else 5):
+        tokens, usage = answer(engine, f"turn {turn}", prompt, preempt=preempt)
         known = 0 if not turn else len(prompt) - TURN_TOKENS
         # the newest token of the response was sampled, but not computed
         assert len(prompt) - usage.cached_tokens <= len(prompt) - known + PAGE_TOKENS
-        if turn in (1, 7):
+        if turn in (1, 4):
             assert answer(cold, f"cold {turn}", prompt)[0] == tokens
         prompt = [*prompt, *tokens, *(3 + (turn * 7 + n) % 90 for n in range(TURN_TOKENS))]
+        engine.pool.kv.memory.check()
+        if restarts:
+            engine.close()
+            engine = engine_of(loaded, **options)
+    engine.close()
+
+
+def checkpoints(engine: Engine) -> list[int]:
+    prefix = engine.scheduler.sequence_memory.prefix
+    return sorted(node.block.end for node in prefix.nodes() if node.statistics)
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 64, 512])
+def test_states_are_stored_at_each_interval_of_a_prompt_and_a_response(loaded, chunk_tokens):
+    engine = engine_of(
+        loaded, ScheduleConfig(chunk_tokens=chunk_tokens), state_checkpoint_interval=48
+    )
+    prompt = [3 + n * 5 % 90 for n in range(120)]
+    first, _ = answer(engine, "first", prompt, count=60)
+
+    # each interval, the last whole block of the prompt, and the newest one of the response
+    assert checkpoints(engine) == [48, 96, 112, 144, 176]
+    changed = [*prompt[:100], *range(20, 40)]
+    tokens, usage = answer(engine, "changed", changed)
+    assert usage.cached_tokens == 96
+    plain = engine_of(loaded, ScheduleConfig(chunk_tokens=1), enable_prefix_caching=False)
+    assert answer(plain, "changed", changed)[0] == tokens
+    assert answer(plain, "first", prompt, count=60)[0] == first
+
+
+def test_checkpoints_have_a_limit_of_bytes_and_lookups_end_at_those_that_remain(loaded):
+    one_bytes = state_bytes_by_hand(loaded.spec)
+    limit = 3 * one_bytes + one_bytes // 2
+    engine = engine_of(loaded, state_checkpoint_interval=16, state_checkpoint_memory=limit)
+    prompt = [3 + n * 5 % 90 for n in range(120)]
+
+    answer(engine, "first", prompt, count=2)
+
+    assert checkpoints(engine) == [80, 96, 112]
+    assert engine.stats().checkpoint_bytes == 3 * one_bytes
+    # the lookup ends at 80 of 96 known tokens, and uses this checkpoint: 96 is the oldest
+    _, usage = answer(engine, "shared", [*prompt[:90], *range(20, 40)], count=2)
+    assert usage.cached_tokens == 80
+    assert checkpoints(engine) == [80, 96, 112]
+    _, usage = answer(engine, "evicted", [*prompt[:70], *range(20, 30)], count=2)
+    assert usage.cached_tokens == 0
+    memory = engine.pool.kv.memory
+    assert memory.used_bytes + memory.free_bytes == memory.total_bytes
+    assert engine.stats().cached_bytes == memory.used_bytes - sum(
+        pool.tail_bytes for pool in memory.pools.values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"state_checkpoint_interval": 24}, "multiple of 16 tokens, .* got 24"),
+        ({"state_checkpoint_interval": -16}, "0 or more"),
+        ({"state_checkpoint_memory": "1KiB"}, "the bytes of one checkpoint, got 1,024 B"),
+        (
+            {"state_checkpoint_memory": "1MiB", "enable_prefix_caching": False},
+            "memory has no effect: the prefix cache is off",
+        ),
+    ],
+)
+def test_options_of_checkpoints_are_checked(loaded, options, message):
+    with pytest.raises(ConfigError, match=message):
+        engine_of(loaded, **options)
+
+
+def test_completions_and_beams_of_a_prompt_equal_separate_runs(loaded):
+    llm = LLM(loaded, kv=kv_config(memory="4MiB", state_checkpoint_interval=16))
+    prompt = [3 + n * 5 % 90 for n in range(50)]
+
+    def params(**options) -> SamplingParams:
+        return SamplingParams(max_tokens=20, ignore_eos=True, **options)
+
+    four = llm.generate([prompt], params(temperature=1, seed=5, n=4))[0]
+    alone = [llm.generate([prompt], params(temperature=1, seed=5 + i))[0] for i in range(4)]
+    assert [one.token_ids for one in four.outputs] == [one.outputs[0].token_ids for one in alone]
+
+    beams = params(temperature=0, use_beam_search=True, n=3)
+    warm = llm.generate([prompt], beams)[0]
+    cold = LLM(loaded, kv=kv_config(memory="4MiB", enable_prefix_caching=False))
+    found = cold.generate([prompt], beams)[0]
+    assert [one.token_ids for one in warm.outputs] == [one.token_ids for one in found.outputs]
 
 
 def test_batch_invariance_is_refused(loaded):
@@ -98,21 +209,3 @@ def test_an_edited_last_message_computes_itself_and_less_than_a_block(loaded):
 
     assert len(kept) - usage.cached_tokens <= PAGE_TOKENS
     assert answer(engine_of(loaded), "cold", [*kept, *range(50, 50 + TURN_TOKENS)])[0] == edited
-
-
-def test_states_on_disk_serve_a_prompt_after_a_restart(loaded, tmp_path):
-    tier = {"disk_memory": "16MiB", "disk_path": str(tmp_path)}
-    prompt = list(range(3, 100))
-    first = engine_of(loaded, **tier)
-    tokens, _ = answer(first, "before", prompt)
-    first.close()
-
-    cached = []
-    for turn in range(5):  # a prompt is computed while it is loaded: either can be faster
-        again = engine_of(loaded, **tier)
-        found, usage = answer(again, f"after {turn}", prompt)
-        assert found == tokens
-        cached.append(usage.cached_tokens)
-        again.close()
-
-    assert max(cached) > 0
