@@ -184,13 +184,13 @@ def test_completions_and_beams_of_a_prompt_equal_separate_runs(loaded):
 
     four = llm.generate([prompt], params(temperature=1, seed=5, n=4))[0]
     alone = [llm.generate([prompt], params(temperature=1, seed=5 + i))[0] for i in range(4)]
-    assert [one.token_ids for one in four.outputs] == [one.outputs[0].token_ids for one in alone]
+    assert [one.token_ids for one in four.choices] == [one.token_ids for one in alone]
 
     beams = params(temperature=0, use_beam_search=True, n=3)
     warm = llm.generate([prompt], beams)[0]
     cold = LLM(loaded, kv=kv_config(memory="4MiB", enable_prefix_caching=False))
     found = cold.generate([prompt], beams)[0]
-    assert [one.token_ids for one in warm.outputs] == [one.token_ids for one in found.outputs]
+    assert [one.token_ids for one in warm.choices] == [one.token_ids for one in found.choices]
 
 
 def test_batch_invariance_is_refused(loaded):

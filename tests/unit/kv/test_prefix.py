@@ -280,6 +280,43 @@ def test_snapshots_are_freed_with_their_blocks():
     assert (index.idle_bytes, memory.used_bytes) == (0, 0)
 
 
+def test_snapshots_of_blocks_in_use_are_evicted_before_pages_run_out_but_not_pinned_ones():
+    """Two rows of 8 tokens and two snapshots hold 2 x (256 + 512) + 1,024 of 2,816 B."""
+    memory = with_groups(FULL, SUMS, total_bytes=11 * 256)
+    index = PrefixIndex(memory)
+    row, lease = prefill(index, TOKENS[:8])
+    index.snapshot(lease, row)
+    other, of_other = prefill(index, [7] * 8)
+    index.snapshot(of_other, other)
+    pinned = index.match(DEFAULT_IDENTITY, TOKENS, statistics=OF_SUMS)
+    page_class = memory.tables["sums"].group.page_class
+
+    assert index.idle_bytes == 2 * 256  # the other row's
+    assert index.reclaim({page_class: 3})
+    assert (len(lease.nodes[-1].statistics), of_other.nodes[-1].statistics) == (1, {})
+    assert not index.reclaim({page_class: 4})
+    index.release(pinned)
+    assert index.reclaim({page_class: 4})
+    assert index.match(DEFAULT_IDENTITY, TOKENS, statistics=OF_SUMS).nodes == []
+    memory.check()
+
+
+def test_the_least_recently_used_snapshot_leaves_for_another_at_the_limit():
+    memory = with_groups(FULL, SUMS)
+    index = PrefixIndex(memory, snapshot_bytes=3 * 256)
+    row, lease = prefill(index, TOKENS[:4])
+    assert index.snapshot(lease, row)
+    found = []
+    for end in (8, 12, 16):  # of 512, 768 and 1,024 B
+        grow(memory, row, 4)
+        index.publish(lease, row, TOKENS[end - 4 : end])
+        made = index.snapshot(lease, row)
+        found.append((made, len(index.snapshots), index.snapshots.num_bytes))
+
+    assert found == [(True, 2, 768), (True, 1, 768), (False, 1, 768)]
+    memory.check()
+
+
 def test_queried_and_hit_tokens_are_counted():
     index = PrefixIndex(one_group())
     for _ in range(2):
