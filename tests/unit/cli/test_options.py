@@ -89,6 +89,7 @@ def test_size_options_are_marked():
     assert sized == {"memory", "swap_space", "kv_memory", "cpu_memory", "disk_memory"} | {
         "remote_memory",
         "scratch",
+        "state_checkpoint_memory",
     }
 
 
