@@ -462,6 +462,8 @@ class SchedulerLoad:
         assert all((m.progress.state is RequestState.RUNNING) == together for m in group.members)
 
     def _check_plan(self, plan: StepPlan) -> None:
+        if plan.by_layer is not None:  # it allocates its pages while the step runs
+            assert self.memory.fits(plan.by_layer.promised_pages)
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
             assert request.progress.state is RequestState.RUNNING
             assert 1 <= tokens <= request.num_uncomputed

@@ -408,16 +408,19 @@ class Admission:
         self._rejected: dict[Request, tuple[int, int]] = {}  # by memory state at the rejection
         self._last_resumed = False
 
-    def admit(self, budget: int) -> Request | None:
+    def admit(self, budget: int, *, resumes: bool = True) -> Request | None:
         """Admit the next request if one fits; return the member that is computed first, or None.
 
         No request is preempted, because running requests may be part of the step already.
 
         Args:
             budget: tokens that the step has left for prefill.
+            resumes: whether preempted requests are admitted again.
         """
         above_share = []
         for request, is_head in self._candidates(budget):
+            if not resumes and any(each.progress.num_admissions for each in together(request)):
+                continue
             right = self.right(request)
             if right is Right.ABOVE_SHARE:
                 above_share.append(request)

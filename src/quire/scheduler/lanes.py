@@ -777,7 +777,15 @@ class LayerPrefill:
         Pages that a lane holds already are counted as shared: a cut copies and does not free them.
         So are all pages if the prompt publishes its blocks.
         """
-        during, after = self._pages + self._pages_of(request, tokens, publishes=publishes)
+        return self._peak(self._pages + self._pages_of(request, tokens, publishes=publishes))
+
+    @property
+    def promised_pages(self) -> dict[PageClass, int]:
+        """Most further pages that all prompts take at a time."""
+        return self._peak(self._pages)
+
+    def _peak(self, pages: NDArray[np.int64]) -> dict[PageClass, int]:
+        during, after = pages
         most = (np.cumsum(after, axis=0) - after + during).max(axis=0)
         classes = self._memory.layout.page_classes
         return {each: int(pages) for each, pages in zip(classes, most, strict=True)}

@@ -47,6 +47,7 @@ from quire.tenancy.fair_queue import FairQueue
 from quire.tenancy.tenants import parse_tenants
 
 SCALED_DOWN = "memory use above scale_down_at"
+PROMISED = "its pages are promised to prompts that are computed layer by layer"
 SCORED_TOKENS = 256  # maximum tokens of a step with prompt log-probabilities: bounds the logits
 # Why a step is not planned ahead of the last step's tokens.
 BEAMS, EVICTION, FAILURE = "beam search", "eviction", "failed request"
@@ -258,7 +259,10 @@ class Scheduler:
             new_request = None
             admits = self._is_before(queue[-1]) if queue else plan.unserved is None
             if admits and len(self.waiting):
-                new_request = self.admission.admit(budget)
+                new_request = self.admission.admit(budget, resumes=plan.by_layer is None)
+                if new_request is not None and not self._keeps_promises(plan):
+                    self.lifecycle.preempt(new_request, PROMISED, recompute=True)
+                    return
             if new_request is None and not queue:
                 return
             request = new_request or queue.pop()
@@ -274,6 +278,15 @@ class Scheduler:
             if not (tokens or self._waits_for_prefix(request)):
                 plan.unserved = request
         plan.is_full = True
+
+    def _keeps_promises(self, plan: StepPlan) -> bool:
+        """Whether the pages of prompts that are computed layer by layer are free.
+
+        They are allocated while the step runs; an admission may have taken some for KV that is
+        swapped in or loaded, or for statistics of a cached prefix.
+        """
+        promised = {} if plan.by_layer is None else plan.by_layer.promised_pages
+        return not promised or self.sequence_memory.free_pages(promised)
 
     def _is_before(self, request: Request) -> bool:
         """Whether a request of a tenant that was served less than this one's is waiting."""
