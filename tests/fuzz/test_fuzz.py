@@ -29,7 +29,8 @@ def test_a_mended_case_stays_mended(line):
     41147, 41226: beams evicted under pressure before they forked, and fitted no more. 41980: keys
     were recomputed with a rotation that was more exact than the model's, and had other codes.
 
-    680337: KV was swapped in to pages that prompts computed layer by layer were to take in the same step.
+    680337: KV was swapped in to pages that prompts computed layer by layer were to take in the same
+    step.
     """
     outcome = run_case(from_json(line))
 
