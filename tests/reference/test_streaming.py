@@ -100,6 +100,7 @@ def prompts():
         "bloom",
         "falcon_alibi",
         "deepseek_v3",
+        "deepseek_v2",  # its RoPE is complex
     ],
 )
 def test_under_the_cap_it_is_plain_rope(name):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.errors import InvariantError, UnsupportedModel
-from quire.kernels.latent import TiedHeads
+from quire.kernels.latent import LatentHeads, TiedHeads
 from quire.models.base import AttentionCall, OwnValue, PagedAttention
 from quire.models.rotary import Rotary
 
@@ -168,9 +168,14 @@ def find_rotaries(model: nn.Module, probe: Probe) -> dict[int, Rotary]:
     found = {}
     for layer, queries in seen.by_layer.items():
         elements = seen.elements.get(layer)
-        own = [replace(candidate, elements=elements) for candidate in candidates]
+        own = [
+            replace(candidate, elements=elements)
+            for candidate in candidates
+            # Llama 4 also scales queries by positions beyond the probed ones
+            if layer in seen.latent or not candidate.neighbours
+        ]
         errors = [_error(candidate, queries) for candidate in own]
-        best = min(range(len(candidates)), key=errors.__getitem__)
+        best = min(range(len(own)), key=errors.__getitem__)
         if errors[best] < MAX_ERROR:
             found[layer] = own[best]
     return found
@@ -179,11 +184,14 @@ def find_rotaries(model: nn.Module, probe: Probe) -> dict[int, Rotary]:
 class _Queries(OwnValue):
     def __init__(self) -> None:
         self.by_layer: dict[int, Tensor] = {}
+        self.latent = set[int]()
         self.elements: dict[int, Tensor] = {}  # of a head that keys store
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # of latents, the key is the rotated part; the rest of a query is not rotated
         self.by_layer[call.layer] = (query if call.latent is None else key).float()
+        if isinstance(call.latent, LatentHeads):
+            self.latent.add(call.layer)
         if isinstance(call.latent, TiedHeads):
             self.elements[call.layer] = call.latent.rotated
         return torch.zeros_like(super().attend(call, query, key, value))
@@ -199,6 +207,7 @@ def _candidates(model: nn.Module) -> Iterator[Rotary]:
         for kind in kinds if isinstance(kinds, Mapping) else (None,):
             for halves in (False, True):
                 yield Rotary(module, kind, halves)
+            yield Rotary(module, kind, neighbours=True)
 
 
 def _error(candidate: Rotary, queries: Tensor) -> float:
@@ -207,8 +216,8 @@ def _error(candidate: Rotary, queries: Tensor) -> float:
     try:
         first = candidate.unrotate(queries[:1], positions[:1]).expand_as(queries)
         rotated = candidate.rotate(first, positions)
-    except (RuntimeError, TypeError, ValueError, KeyError, IndexError):
-        # more rotary elements than head_dim, another signature, or complex numbers (Llama 4)
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
+        # more rotary elements than head_dim, another signature, or no complex numbers
         return float("inf")
     return float((rotated - queries).norm() / queries.norm())
 

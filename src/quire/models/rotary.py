@@ -9,18 +9,21 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotary:
-    """RoPE of a layer: elements i and i + half of a head's rotary elements rotate as a pair.
+    """RoPE of a layer: two of a head's rotary elements rotate as a pair.
 
     Attributes:
         module: computes cosines and sines of positions; None for a layer without RoPE.
         layer_type: argument of the module that selects the kind of layer, or None.
         halves: whether the module returns one value for each pair (True) or for each element.
+        neighbours: whether elements 2 i and 2 i + 1 are a pair, and the module returns one complex
+            number for each pair; else i and i + half are.
         elements: the elements of a head that heads here have; None: all.
     """
 
     module: nn.Module | None
     layer_type: str | None = None
     halves: bool = False
+    neighbours: bool = False
     elements: Int[Tensor, " element"] | None = None
 
     def rotate(
@@ -30,7 +33,7 @@ class Rotary:
         if self.module is None:
             return x.float()
         cosine, sine = self._cos_sin(positions)
-        return _rotated(x.float(), cosine, sine)
+        return self._rotated(x.float(), cosine, sine)
 
     def unrotate(
         self, rotated: Float[Tensor, "token head head_dim"], positions: Int[Tensor, " token"]
@@ -40,7 +43,7 @@ class Rotary:
             return rotated.float()
         cosine, sine = self._cos_sin(positions)
         square = cosine.square() + sine.square()
-        return _rotated(rotated.float(), cosine / square, -sine / square)
+        return self._rotated(rotated.float(), cosine / square, -sine / square)
 
     def rotate_pre_rope(
         self, pre_rope: Float[Tensor, "token head head_dim"], positions: Int[Tensor, " token"]
@@ -53,7 +56,7 @@ class Rotary:
             return pre_rope.float()
         cosine, sine = self._cos_sin(positions)
         factor, _ = self._cos_sin(positions.new_zeros(1))
-        return _rotated(pre_rope.float(), cosine / factor, sine / factor)
+        return self._rotated(pre_rope.float(), cosine / factor, sine / factor)
 
     def mean_rotation(
         self, head_dim: int, start: int, tokens: int, device: torch.device
@@ -64,22 +67,31 @@ class Rotary:
             return basis
         cos_sin = self._cos_sin(torch.arange(start, start + tokens, device=device))
         cosine, sine = (numbers.mean(dim=0, keepdim=True) for numbers in cos_sin)
-        return _rotated(basis[:, None], cosine, sine)[:, 0].T
+        return self._rotated(basis[:, None], cosine, sine)[:, 0].T
 
     def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [tokens, 1, rotary elements]."""
         assert self.module is not None, "only called for layers with RoPE"
         kind = () if self.layer_type is None else (self.layer_type,)
         like = torch.empty(1, device=positions.device)
-        cosine, sine = self.module(like, positions[None], *kind)
+        found = self.module(like, positions[None], *kind)
+        cosine, sine = (found.real, found.imag) if self.neighbours else found
         times = 2 if self.halves else 1
-        each = (numbers[0].repeat(1, times)[:, None] for numbers in (cosine, sine))
+        each = (
+            (x[0].repeat_interleave(2, dim=1) if self.neighbours else x[0].repeat(1, times))[
+                :, None
+            ]
+            for x in (cosine, sine)
+        )
         cosine, sine = each if self.elements is None else (x[..., self.elements] for x in each)
         return cosine, sine
 
-
-def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    rotating, rest = x[..., : cosine.shape[-1]], x[..., cosine.shape[-1] :]
-    first, second = rotating.chunk(2, dim=-1)
-    rotated = rotating * cosine + torch.cat([-second, first], dim=-1) * sine
-    return torch.cat([rotated, rest], dim=-1)
+    def _rotated(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        rotating, rest = x[..., : cosine.shape[-1]], x[..., cosine.shape[-1] :]
+        if self.neighbours:
+            first, second = rotating[..., ::2], rotating[..., 1::2]
+            turned = torch.stack([-second, first], dim=-1).flatten(-2)
+        else:
+            first, second = rotating.chunk(2, dim=-1)
+            turned = torch.cat([-second, first], dim=-1)
+        return torch.cat([rotating * cosine + turned * sine, rest], dim=-1)
