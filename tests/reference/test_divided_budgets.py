@@ -1,14 +1,20 @@
 """Budgets that divide the cap by the cache: bounded at every step, refined with the prompt."""
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 
 from quire.config.generation_request import GenerationRequest
 from quire.engine.core import Engine
 from quire.errors import RequestError, UnsoundCombination
+from quire.eviction.eviction_rules import EvictionRules
 from quire.layout.eviction import PREFILL_AND_DECODE, PRESSURE
+from quire.layout.model import HeadShape, LayerSpec
 from reference.test_eviction_engine import run
 from support.engines import greedy, load
 from support.kv_options import kv_config
+from support.model_specs import small_spec
 
 CAP, EVERY = 30, 5
 BUDGETS = [
@@ -130,6 +136,34 @@ def test_memory_of_the_admission_bound_suffices_without_preemption(budget):
     narrow = run_watched(text, lambda engine: None, memory=4 * needed, page_tokens=4)
 
     assert narrow.traces() == wide.traces()
+
+
+_WIDE_VALUES = HeadShape(query_heads=4, kv_heads=2, key_dim=8, value_dim=16)
+_WIDE_KEYS = replace(_WIDE_VALUES, key_dim=16)
+_ONE_HEAD = HeadShape(query_heads=4, kv_heads=1, key_dim=8, value_dim=8)
+
+
+@pytest.mark.parametrize(
+    ("layers", "rule", "reason"),
+    [
+        ((None, LayerSpec(heads=_WIDE_VALUES)), "h2o:cap=16,budget=fastgen", ""),
+        (
+            (None, LayerSpec(heads=_WIDE_VALUES)),
+            "value_norm:cap=16,budget=fastgen",
+            "unequal sizes",
+        ),
+        ((None, LayerSpec(heads=_WIDE_KEYS)), "keydiff:cap=16,budget=fastgen", "unequal sizes"),
+        ((None, LayerSpec(heads=_WIDE_KEYS)), "keydiff:cap=16,budget=squeeze", ""),
+        ((None, LayerSpec(window=8, heads=_WIDE_KEYS)), "keydiff:cap=16,budget=fastgen", ""),
+        ((None, None, LayerSpec(source=1)), "snapkv:cap=40,budget=fastgen", "unequal sizes"),
+        ((None, LayerSpec(source=0)), "snapkv:cap=40,budget=fastgen", ""),
+        ((None, LayerSpec(heads=_ONE_HEAD)), "h2o:cap=16", "unequal numbers of them"),
+    ],
+)
+def test_budgets_over_layers_whose_records_differ_are_refused(layers, rule, reason):
+    refused = pytest.raises(UnsoundCombination, match=reason) if reason else nullcontext()
+    with refused:
+        EvictionRules(rule, "", model=small_spec(*layers), page_tokens=4, codec="float32")
 
 
 def test_ada_is_refused_for_a_model_with_one_kv_head():

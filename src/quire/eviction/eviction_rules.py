@@ -441,7 +441,7 @@ class EvictionRules:
             raise limits.refused(limits.RULE_ON_LATENTS, text=text, why=why)
 
     def _require_equal_records(self, text: str, rule: EvictionRule) -> None:
-        """Refuse a budget that reads records of queries of all layers if their sizes differ."""
+        """Refuse a budget that reads records or vectors of all layers if their sizes differ."""
         policy, budget, model = rule.policy, rule.budget, self.model
         if policy is None or not budget.needs_prompt:
             return
@@ -453,8 +453,9 @@ class EvictionRules:
         }
         read = (*budget.statistics, *(policy.statistics if budget.by_head else ()))
         records = {tuple((one.width(h), one.heads_each(h)) for one in read) for h in shapes}
-        keys = {h.key_dim for h in shapes if budget.by_head and policy.reads_vectors}
-        if len(records) > 1 or len(keys) > 1:
+        reads_vectors = budget.by_head and policy.reads_vectors
+        vectors = {(h.query_dim, h.value_dim) for h in shapes if reads_vectors}
+        if len(records) > 1 or len(vectors) > 1:
             raise limits.refused(
                 limits.UNEQUAL_RECORDS, text=text, budget=type(budget).__name__.lower()
             )

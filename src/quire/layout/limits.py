@@ -119,10 +119,11 @@ UNEQUAL_HEADS = _rule(
     instead="use evict=full",
 )
 UNEQUAL_RECORDS = _rule(
-    one="a budget that reads the whole cache (lazy, fastgen) with a rule that stores queries",
-    other="a model in which some layers with full attention share their KV with other layers",
-    reason="budget {budget} reads the records of all layers together, and layers whose KV other "
-    "layers read have larger ones",
+    one="a budget that reads the whole cache (lazy, fastgen) with a rule that reads vectors",
+    other="a model whose layers with full attention differ in head dims, or of which only some "
+    "share their KV with other layers",
+    reason="budget {budget} reads the records of all layers together, and those of this model have "
+    "unequal sizes",
     instead="leave out budget, or use one that reads no such records, such as squeeze or pyramid",
 )
 ONE_KV_HEAD = _rule(
