@@ -26,8 +26,16 @@ ARCHITECTURES = (
     "gemma3n",
     "gemma4",
     "deepseek_v3",
+    "glm_moe_dsa",
 )
-BOTH = ("llama", "opt", "mistral", "gemma3", "qwen2_window")  # with sdpa as with eager
+BOTH = (
+    "llama",
+    "opt",
+    "mistral",
+    "gemma3",
+    "qwen2_window",
+    "glm_moe_dsa",
+)  # with sdpa as with eager
 HOW = {
     "plain": {},
     "small_host": {"scale_at": 0.6, "swap_space": 4_000},

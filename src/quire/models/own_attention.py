@@ -286,6 +286,11 @@ def has_own_attention(model_class: type) -> bool:
     return family in ATTENTION_FREE or any(name.startswith(f"{family}.") for name in _OWN)
 
 
+def selects_tokens(model_class: type) -> bool:
+    """Whether a model has an index that selects single tokens for all heads."""
+    return _family(model_class) in _INDEXED
+
+
 def needs_no_positions(model_class: type) -> bool:
     """Whether a model takes no `position_ids`, because ALiBi alone depends on positions."""
     return _family(model_class) in _WITHOUT_POSITIONS | ATTENTION_FREE

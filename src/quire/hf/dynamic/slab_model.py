@@ -14,19 +14,27 @@ from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and
 from quire.errors import ConfigError, UnsupportedModel
 from quire.kv.dense.row import NOTHING, KVShape, LayerShape
 from quire.kv.dense.slab import DenseSlab, SlabRows
+from quire.layout.limits import SPARSE, unsupported
 from quire.models.bridge import reads_cache_length
+from quire.models.own_attention import selects_tokens
 from quire.models.rope import refuse_dynamic
 from quire.models.wrapped import cache_argument
 
 
 class SlabLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer of a slab."""
+    """One layer of a slab.
+
+    Args:
+        slab: the slab.
+        layer: its layer with the keys and values.
+        index: its layer with the index keys; None: it has none.
+    """
 
     is_sliding = False
 
-    def __init__(self, slab: DenseSlab | SlabRows, layer: int) -> None:
+    def __init__(self, slab: DenseSlab | SlabRows, layer: int, index: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._slab, self._layer = slab, layer
+        self._slab, self._layer, self._index = slab, layer, index
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -37,6 +45,14 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     ) -> tuple[Tensor, Tensor]:
         del args, kwargs
         return self._slab.append(self._layer, key_states, value_states)
+
+    def update_indexer(
+        self, indexer_key_states: Float[Tensor, "rows new_column dim"]
+    ) -> Float[Tensor, "rows column dim"]:
+        """Write the new columns' index keys; those of all columns in use."""
+        assert self._index is not None, "the model has cached such keys in `_measure`"
+        keys = indexer_key_states[:, None]
+        return self._slab.append(self._index, keys, keys[..., :0])[0][:, 0]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of columns in attention, and the index of the first."""
@@ -55,10 +71,10 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class SlabCache(Cache):
-    """All layers of a slab."""
+    """All layers of a slab; `indexes` has the layer of the slab with the index keys of each."""
 
-    def __init__(self, slab: DenseSlab | SlabRows, num_layers: int) -> None:
-        super().__init__(layers=[SlabLayer(slab, layer) for layer in range(num_layers)])
+    def __init__(self, slab: DenseSlab | SlabRows, indexes: Sequence[int | None]) -> None:
+        super().__init__(layers=[SlabLayer(slab, *layer) for layer in enumerate(indexes)])
 
 
 # ---- masks ---------------------------------------------------------------------------------------
@@ -72,6 +88,7 @@ class SlabCache(Cache):
 # the softmax of an empty set is NaN.
 
 FULL, SLIDING, SHARED = "full_attention", "sliding_attention", "dummy"
+INDEXED = "indexed_attention"  # the model selects slots among the visible ones
 _BOOLEAN, _ADDITIVE = "sdpa", "eager"
 
 Masks = Tensor | Mapping[str, Tensor]
@@ -90,11 +107,12 @@ class MaskRule:
         """Read a config as `create_masks_for_generate` does."""
         # layers that read the keys and values of others have the masks of their own kind
         kinds = frozenset(get_layer_types_and_kwargs(config)[0]) - {SHARED}
-        others = kinds - {FULL, SLIDING}
+        others = kinds - {FULL, SLIDING, INDEXED}
         if others:
             raise UnsupportedModel(
-                f"expected layers of full or sliding attention, got {config.model_type} with "
-                f"layers of {', '.join(sorted(others))}; use Transformers' own generate"
+                "expected layers of full, sliding or indexed attention, got "
+                f"{config.model_type} with layers of {', '.join(sorted(others))}; use "
+                "Transformers' own generate"
             )
         return cls(kinds, hasattr(config, "layer_types"), getattr(config, "sliding_window", None))
 
@@ -156,7 +174,8 @@ class SlabModel:
     """A user's model, which is not modified.
 
     Attributes:
-        shape: shape of a token's KV, measured by a forward of one token.
+        shape: shape of a token's KV, measured by a forward of one token: the layers of the model,
+            and then its index keys, each as a layer without values.
         vocab_size: number of tokens of the vocabulary.
         max_tokens: maximum length of a sequence in its config; None if unset.
     """
@@ -169,10 +188,12 @@ class SlabModel:
         self._cache_argument = _refuse(model, tuple(parameters), self._config)
         self._model = model
         self._masks = MaskRule.of(self._config)
+        if INDEXED in self._masks.kinds and not selects_tokens(type(model)):
+            raise unsupported(self._config.model_type, SPARSE)
         self._keeps_some = "logits_to_keep" in parameters
         self.vocab_size: int = self._config.vocab_size
         self.max_tokens: int | None = getattr(self._config, "max_position_embeddings", None)
-        self.shape = self._measure()
+        self.shape, self._indexes = self._measure()
         check_implementation(self._config._attn_implementation)
 
     @property
@@ -237,7 +258,7 @@ class SlabModel:
                 attention_mask=masks,
                 use_cache=True,
                 return_dict=True,
-                **{self._cache_argument: SlabCache(slab, len(self.shape.layers))},
+                **{self._cache_argument: SlabCache(slab, self._indexes)},
                 **head,
             )
         logits: Tensor = output.logits
@@ -246,14 +267,18 @@ class SlabModel:
         return logits[:, keep]
 
     @torch.no_grad()
-    def _measure(self) -> KVShape:
-        """Measure the KV shape by a forward of one token with Transformers' own cache."""
+    def _measure(self) -> tuple[KVShape, list[int | None]]:
+        """Measure the KV shape by a forward of one token with Transformers' own cache.
+
+        Returns:
+            The shape, and for each layer of the model the layer in it of its index keys.
+        """
         device = self._model.device
-        cache = DynamicCache()
+        cache = DynamicCache(config=self._config if INDEXED in self._masks.kinds else None)
         token = torch.full((1, 1), _PAD, device=device)
         own = {self._cache_argument: cache}
         self._model(input_ids=token, use_cache=True, return_dict=True, **own)
-        layers = []
+        layers, of_indexes, indexes = [], list[LayerShape](), list[int | None]()
         for layer in cache.layers:
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             if keys is None or values is None or keys.ndim != 4:
@@ -262,8 +287,11 @@ class SlabModel:
                     f"{type(self._model).__name__}; use Transformers' own generate"
                 )
             layers.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
-            dtype = keys.dtype
-        return KVShape(tuple(layers), dtype, device)
+            dtype, index = keys.dtype, getattr(layer, "indexer_keys", None)
+            indexes.append(None if index is None else len(cache.layers) + len(of_indexes))
+            if index is not None:
+                of_indexes.append(LayerShape(1, index.shape[2], 0))
+        return KVShape((*layers, *of_indexes), dtype, device), indexes
 
 
 def _refuse(model: PreTrainedModel, parameters: tuple[str, ...], config: object) -> str:

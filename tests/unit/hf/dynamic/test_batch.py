@@ -283,6 +283,10 @@ def test_invalid_options_are_refused_by_name(options, error, message):
 def test_models_whose_rows_cannot_share_a_forward_are_refused():
     with pytest.raises(UnsupportedModel, match=r"longrope rotary frequencies"):
         DynamicBatch(build("phi3_longrope"))
+    model = build("qwen2")
+    model.config.layer_types = ["indexed_attention"] * 2  # of an unknown index
+    with pytest.raises(UnsupportedModel, match="its indexer selects blocks of keys"):
+        DynamicBatch(model)
     with pytest.raises(ConfigError, match="training mode"):
         DynamicBatch(zoo.build("llama").train())
 
