@@ -111,8 +111,7 @@ class MaskRule:
         if others:
             raise UnsupportedModel(
                 "expected layers of full, sliding or indexed attention, got "
-                f"{config.model_type} with layers of {', '.join(sorted(others))}; use "
-                "Transformers' own generate"
+                f"{config.model_type} with layers of {', '.join(sorted(others))}; use quire.LLM"
             )
         return cls(kinds, hasattr(config, "layer_types"), getattr(config, "sliding_window", None))
 
@@ -284,7 +283,7 @@ class SlabModel:
             if keys is None or values is None or keys.ndim != 4:
                 raise UnsupportedModel(
                     f"expected a model that caches keys and values of every layer, got "
-                    f"{type(self._model).__name__}; use Transformers' own generate"
+                    f"{type(self._model).__name__}; use quire.LLM"
                 )
             layers.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
             dtype, index = keys.dtype, getattr(layer, "indexer_keys", None)
@@ -303,7 +302,12 @@ def _refuse(model: PreTrainedModel, parameters: tuple[str, ...], config: object)
     if "position_ids" not in parameters or argument is None:
         raise UnsupportedModel(
             f"{name} does not accept position_ids and a cache, which rows at different positions "
-            "need; use Transformers' own generate"
+            "need; use quire.LLM"
+        )
+    if getattr(config, "alibi", False):
+        raise UnsupportedModel(
+            f"{name} computes ALiBi from a mask of tokens, and rows of different lengths need one "
+            "of queries and tokens; use quire.LLM"
         )
     if any(map(reads_cache_length, model.modules())):
         raise UnsupportedModel(

@@ -280,9 +280,22 @@ def test_invalid_options_are_refused_by_name(options, error, message):
         DynamicBatch(build("llama"), **options)
 
 
-def test_models_whose_rows_cannot_share_a_forward_are_refused():
-    with pytest.raises(UnsupportedModel, match=r"longrope rotary frequencies"):
-        DynamicBatch(build("phi3_longrope"))
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("phi3_longrope", r"longrope rotary frequencies"),
+        ("llama4", r"positions from the length of the cache"),
+        ("falcon_alibi", r"ALiBi from a mask of tokens"),
+        ("bloom", r"does not accept position_ids"),
+        ("qwen3_next", r"layers of linear_attention"),
+    ],
+)
+def test_models_whose_rows_cannot_share_a_forward_are_refused(architecture, reason):
+    with pytest.raises(UnsupportedModel, match=rf"{reason}.*use quire\.LLM"):
+        DynamicBatch(zoo.build(architecture))
+
+
+def test_unknown_indexes_and_training_mode_are_refused():
     model = build("qwen2")
     model.config.layer_types = ["indexed_attention"] * 2  # of an unknown index
     with pytest.raises(UnsupportedModel, match="its indexer selects blocks of keys"):
