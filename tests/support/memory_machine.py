@@ -3,7 +3,8 @@
 The model of a lane is {position: bytes}. Groups of different page sizes, with and without order,
 window and sharing, use one arena that is small enough to run out of pages. Rows have the private
 groups that they requested: one record per slot of the ragged lanes, moved with the slots, and fixed
-ones. Two kinds exist only here: an index plane beside keys and values, and a recurrent state.
+ones. An index plane is beside latents in lanes with order, and beside keys and values in ragged
+ones, which exist only here, as does a small recurrent state.
 """
 
 from dataclasses import dataclass, replace
@@ -38,7 +39,7 @@ from quire.kv.swap import Swapped, can_swap_in, swap_in, swap_out
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import KEY, NUMBERS, VALUE, CacheLayout, LaneGroup, PageClass, PlaneSpec
 from support.host_bytes import HostBytes, vector_bytes
-from support.small_memory import drop_pages
+from support.small_memory import drop_pages, latent_class
 
 MAX_ROWS = 6
 WINDOW, CHUNK = 13, 12
@@ -60,6 +61,7 @@ RAGGED = PageClass(
     tokens=8,
     positions=True,
 )
+LATENTS = latent_class(tokens=8)
 INT8 = page_class("int8", heads=3, tokens=4, head_dim=6)
 NARROW = page_class("float16", heads=5, tokens=2, head_dim=7, positions=True)
 SUMS = page_class("float32", NUMBERS, heads=2, tokens=3, head_dim=4)
@@ -77,6 +79,7 @@ LAYOUT = CacheLayout(
         LaneGroup(name="body", page_class=BODY, layers=(0, 3)),
         LaneGroup(name="ragged", page_class=RAGGED, layers=(1,), lanes_per_layer=3, ordered=False),
         LaneGroup(name="int8", page_class=INT8, layers=(2,)),
+        LaneGroup(name="indexed", page_class=LATENTS, layers=(8,), topk=3),
         LaneGroup(name="window", page_class=NARROW, layers=(4,), window=WINDOW),
         LaneGroup(name="chunk", page_class=NARROW, layers=(6,), chunk=CHUNK, readers=2),
         LaneGroup(name="sums", page_class=SUMS, layers=(0, 1, 2, 3, 4), private=True),
@@ -273,7 +276,9 @@ class MemoryMachine(RuleBasedStateMachine):
         assert plan.gain_bytes == self.pages_in_bytes(freed) - self.pages_in_bytes(needed)
 
     @precondition(lambda self: self.rows)
-    @rule(pick=SEEDS, name=st.sampled_from(["body", "int8", "window", "chunk"]), seed=SEEDS)
+    @rule(
+        pick=SEEDS, name=st.sampled_from(["body", "int8", "indexed", "window", "chunk"]), seed=SEEDS
+    )
     def drop_pages(self, pick, name, seed):
         row, table = self.pick_row(pick), self.memory.tables[name]
         lane, per_page = seed % table.group.num_lanes, table.group.page_class.tokens

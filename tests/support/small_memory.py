@@ -6,6 +6,7 @@ from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import (
+    INDEX,
     KEY,
     NUMBERS,
     VALUE,
@@ -14,7 +15,7 @@ from quire.layout.pages import (
     PageClass,
     PlaneSpec,
 )
-from support.host_bytes import HostBytes
+from support.host_bytes import HostBytes, vector_bytes
 
 PLAIN = codec_spec("float16")
 
@@ -24,6 +25,27 @@ def plain_class(*, tokens=4, heads=1, head_dim=8, positions=False, value=True):
     names = (KEY, VALUE) if value else (NUMBERS,)
     planes = tuple(PlaneSpec(name, PLAIN, head_dim, heads) for name in names)
     return PageClass(planes=planes, tokens=tokens, positions=positions)
+
+
+def latent_class(*, tokens=4):
+    """Pages of latents with an index: rotated parts of keys, int8 latents and index keys."""
+    planes = (
+        PlaneSpec(KEY, PLAIN, 4),
+        PlaneSpec(VALUE, codec_spec("int8"), 6),
+        PlaneSpec(INDEX, PLAIN, 3),
+    )
+    return PageClass(planes=planes, tokens=tokens, joined=True)
+
+
+def same_bytes(page_class, values):
+    """The planes of slots whose bytes all have the value of their slot."""
+    return [
+        np.broadcast_to(
+            values[:, None, None],
+            (len(values), plane.heads, sum(vector_bytes(plane.codec, plane.width))),
+        )
+        for plane in page_class.planes
+    ]
 
 
 def one_group(page_class=None, *, num_lanes=1, total_bytes=64 * 1024, max_rows=4, **rules):

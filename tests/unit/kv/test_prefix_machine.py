@@ -5,13 +5,15 @@ evicted. The index must match the longest of them, return pages with the right t
 only unused blocks, least recently used first.
 """
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire.kv.prefix import PrefixIdentity, PrefixIndex, private_salt, root_key
 from quire.layout.pages import LaneGroup
-from support.small_memory import places, plain_class, with_groups
+from support.small_memory import latent_class, places, plain_class, same_bytes, with_groups
 
 PAGE = 2
 ROOT = root_key("machine")
@@ -30,10 +32,14 @@ class Sequence:
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    @initialize(others=st.sampled_from([(), (WINDOW,), (CHUNK,)]), pages=st.integers(8, 40))
-    def build(self, others, pages):
-        groups = (FULL, *others)
-        page_bytes = FULL.page_class.page_bytes
+    @initialize(
+        others=st.sampled_from([(), (WINDOW,), (CHUNK,)]),
+        page_class=st.sampled_from([FULL.page_class, latent_class(tokens=PAGE)]),
+        pages=st.integers(8, 40),
+    )
+    def build(self, others, page_class, pages):
+        groups = [replace(group, page_class=page_class) for group in (FULL, *others)]
+        self.page_class, page_bytes = page_class, page_class.page_bytes
         self.memory = with_groups(*groups, total_bytes=pages * page_bytes, max_rows=6)
         self.index = PrefixIndex(self.memory, self)
         self.open: list[Sequence] = []
@@ -74,7 +80,7 @@ class PrefixMachine(RuleBasedStateMachine):
         """Whether pages for the whole text are free after eviction of idle blocks."""
         new = -(-(length - found) // PAGE) + 1
         needed = new * len(self.memory.tables)
-        return self.index.reclaim({FULL.page_class: needed})
+        return self.index.reclaim({self.page_class: needed})
 
     @precondition(lambda self: self.open)
     @rule(pick=PICK, tokens=TEXTS, fails=st.booleans())
@@ -137,7 +143,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(pages=st.integers(1, 12))
     def reclaim(self, pages):
-        self.index.reclaim({FULL.page_class: pages})
+        self.index.reclaim({self.page_class: pages})
 
     @rule()
     def clear(self):
@@ -180,11 +186,9 @@ class PrefixMachine(RuleBasedStateMachine):
             page, offset = places(table, sequence.row, 0)
             positions = table.slot_positions(sequence.row, 0)
             new = positions >= first
-            shape = (int(new.sum()), 1, 16)
             values = np.array(sequence.tokens)[positions[new]].astype(np.uint8)
-            vectors = np.broadcast_to(values[:, None, None], shape)
-            target = (page[new], offset[new])
-            self.memory.store.write_slots(FULL.page_class, target, [vectors] * 2, None)
+            planes, target = same_bytes(self.page_class, values), (page[new], offset[new])
+            self.memory.store.write_slots(self.page_class, target, planes, None)
 
     # ---- invariants ----------------------------------------------------------------------------
 
@@ -196,11 +200,10 @@ class PrefixMachine(RuleBasedStateMachine):
         for sequence in self.open:
             for table in self.memory.tables.values():
                 slots = places(table, sequence.row, 0)
-                (key, value), _ = self.memory.store.read_slots(FULL.page_class, slots)
+                planes, _ = self.memory.store.read_slots(self.page_class, slots)
                 positions = table.slot_positions(sequence.row, 0)
                 expected = np.array(sequence.tokens)[positions]
-                assert (key[:, 0] == expected[:, None]).all()
-                assert (value[:, 0] == expected[:, None]).all()
+                assert all((plane[:, 0] == expected[:, None]).all() for plane in planes)
 
     @invariant()
     def check_accounts(self):

@@ -29,12 +29,13 @@ from quire.offload.tiers.file import FileTier
 from quire.offload.tiers.host import HostTier
 from quire.plan.fitting import RateEstimator
 from support.prefix_index import Listener
-from support.small_memory import places, plain_class, with_groups
+from support.small_memory import latent_class, places, plain_class, same_bytes, with_groups
 from unit.offload.test_file_tier import file_of
 
 PAGE = 2
 FULL = LaneGroup(name="full", page_class=plain_class(tokens=PAGE), layers=(0, 1))
 WINDOW = LaneGroup(name="window", page_class=plain_class(tokens=2 * PAGE), layers=(2,), window=5)
+INDEXED = LaneGroup(name="indexed", page_class=latent_class(tokens=2 * PAGE), layers=(2,), topk=3)
 BLOCK = 2 * PAGE
 ORIGIN = [0, 1, 1, 0, 1, 0, 0, 0, 1, 1] * 3
 TEXTS = st.builds(  # texts differ from some position on, or not at all
@@ -45,15 +46,15 @@ PICK = st.integers(0, 1 << 20)
 
 class PrefixTierMachine(RuleBasedStateMachine):
     @initialize(
-        window=st.booleans(),
+        others=st.sampled_from([(), (WINDOW,), (INDEXED,)]),
         pages=st.integers(150, 400),
         disk_kib=st.sampled_from([64, 4096]),
         cpu_kib=st.sampled_from([0, 16, 4096]),
     )
-    def build(self, window, pages, disk_kib, cpu_kib):
+    def build(self, others, pages, disk_kib, cpu_kib):
         self.cpu_kib = cpu_kib
-        self.groups = (FULL, WINDOW) if window else (FULL,)
-        self.block = BLOCK if window else PAGE
+        self.groups = (FULL, *others)
+        self.block = BLOCK if others else PAGE
         self.total_bytes = pages * FULL.page_class.page_bytes
         self.disk_kib = disk_kib
         self.folder = Path(tempfile.mkdtemp())
@@ -220,10 +221,9 @@ class PrefixTierMachine(RuleBasedStateMachine):
                 page, offset = places(table, row, lane)
                 positions = table.slot_positions(row, lane)
                 new = (positions >= start) & (positions < end)
-                values = self.values(tokens, positions[new])[:, None, None]
-                vectors = np.broadcast_to(values, (len(values), 1, 16))
-                slots = (page[new], offset[new])
-                self.memory.store.write_slots(table.group.page_class, slots, [vectors] * 2, None)
+                page_class, slots = table.group.page_class, (page[new], offset[new])
+                planes = same_bytes(page_class, self.values(tokens, positions[new]))
+                self.memory.store.write_slots(page_class, slots, planes, None)
 
     def check_row(self, row, tokens):
         """Check that every slot of a row encodes the token at its position."""
@@ -231,10 +231,9 @@ class PrefixTierMachine(RuleBasedStateMachine):
         for table in self.memory.tables.values():
             for lane in range(table.group.num_lanes):
                 place, positions = places(table, row, lane), table.slot_positions(row, lane)
-                (key, value), _ = self.memory.store.read_slots(table.group.page_class, place)
+                planes, _ = self.memory.store.read_slots(table.group.page_class, place)
                 expected = self.values(tokens, positions)[:, None]
-                assert (key[:, 0] == expected).all()
-                assert (value[:, 0] == expected).all()
+                assert all((plane[:, 0] == expected).all() for plane in planes)
                 assert positions[-1] == len(tokens) - 1
 
     # ---- invariants ----------------------------------------------------------------------------
