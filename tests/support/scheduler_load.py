@@ -8,6 +8,7 @@ import logging
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from quire.layout.eviction import (
     EvictionSpec,
 )
 from quire.layout.layout import statistics_name, statistics_used
+from quire.layout.model import StateSpec
 from quire.layout.pages import NUMBERS, CacheLayout, LaneGroup, PageClass, PlaneSpec, kv_pages
 from quire.layout.statistics import AttentionSum, QueryRing
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
@@ -76,7 +78,12 @@ MIN_PAGES_WITH_STATISTICS = 8  # some are lost to rounding to slabs
 
 
 def make_layout(
-    page_tokens: int, window: int | None, *, evicting: bool, with_statistics: bool = False
+    page_tokens: int,
+    window: int | None,
+    *,
+    evicting: bool,
+    with_statistics: bool = False,
+    with_states: bool = False,
 ) -> CacheLayout:
     numbers = codec_spec("float32")
     full = kv_pages(
@@ -93,6 +100,22 @@ def make_layout(
             LaneGroup(name=sums, page_class=shape, layers=(0, 1), of="full", statistic=SUMS),
             LaneGroup(name=ring, page_class=shape, layers=(0, 1), records=4, statistic=RING),
         ]
+    if with_states:
+        state = StateSpec(conv=(6, 3), recurrent=(2, 5, 4))
+        planes = tuple(
+            PlaneSpec(name, numbers, shape[-1], prod(shape[:-1]) // 2)
+            for name, shape in state.shapes.items()
+        )
+        groups.append(
+            LaneGroup(
+                name="state",
+                page_class=PageClass(planes=planes, tokens=1),
+                layers=(3, 4),
+                lanes_per_layer=2,
+                records=1,
+                state=state,
+            )
+        )
     return CacheLayout(tuple(groups))
 
 
@@ -181,6 +204,9 @@ class Setting:
         guaranteed: memory of tenant a, in percent of the arena; None: a single tenant.
         burst: memory above the guarantee (0) of tenant b, in percent of the arena.
         offload_bytes: memory for offloaded KV in bytes; 0: no KV offload.
+        with_states: whether two layers are recurrent.
+        checkpoints: most checkpoints of states and statistics at once; None: no limit.
+        checkpoint_blocks: blocks between checkpoints; 0: only those of `SequenceMemory`.
     """
 
     page_tokens: int = 3
@@ -203,6 +229,9 @@ class Setting:
     urgent: int | None = None
     scale_down_at: float | None = None
     offload_bytes: int = 0
+    with_states: bool = False
+    checkpoints: int | None = None
+    checkpoint_blocks: int = 0
 
 
 class SchedulerLoad:
@@ -243,6 +272,7 @@ class SchedulerLoad:
             setting.window,
             evicting=setting.cap is not None,
             with_statistics=with_statistics,
+            with_states=setting.with_states,
         )
         rows = parse_batcher(setting.batcher).num_rows(setting.max_num_seqs)
         pages = max(setting.pages, MIN_PAGES_WITH_STATISTICS) if with_statistics else setting.pages
@@ -275,7 +305,13 @@ class SchedulerLoad:
 
     def _scheduler(self, setting: Setting) -> Scheduler:
         memory, config = self.memory, self.config
-        sequence_memory = SequenceMemory(memory, PrefixIndex(memory) if setting.shares else None)
+        prefix = None
+        if setting.shares:
+            private = (g.bytes_at_most(1, 1) for g in memory.layout.groups if g.private)
+            most = None if setting.checkpoints is None else setting.checkpoints * sum(private)
+            prefix = PrefixIndex(memory, snapshot_bytes=most)
+        checkpoint_tokens = setting.checkpoint_blocks * setting.page_tokens
+        sequence_memory = SequenceMemory(memory, prefix, checkpoint_tokens=checkpoint_tokens)
         running = list[Request]()
         prefix_offloader = self._prefix_offloader(setting.offload_bytes, sequence_memory, running)
         sequence_memory.attach(prefix_offloader=prefix_offloader)
@@ -503,6 +539,23 @@ class SchedulerLoad:
         self._check_queues()
         self._check_host()
         self._check_accounts()
+        self._check_snapshots()
+
+    def _check_snapshots(self) -> None:
+        """Check that every snapshot in the prefix cache is counted once, within the limit."""
+        prefix = self.scheduler.sequence_memory.prefix
+        if prefix is None:
+            return
+        found = [copy for node in prefix.nodes() for copy in node.statistics.values()]
+        tables, limit_bytes = self.memory.tables, prefix.snapshots.max_bytes
+        num_bytes = sum(
+            numbers.size * tables[name].group.page_class.page_bytes
+            for copy in found
+            for name, numbers in copy.pages.items()
+        )
+        assert (len(found), num_bytes) == (len(prefix.snapshots), prefix.snapshots.num_bytes)
+        assert limit_bytes is None or num_bytes <= limit_bytes
+        assert prefix.snapshots.free_bytes == num_bytes  # none is pinned between steps
 
     def _check_queues(self) -> None:
         running = self.scheduler.running

@@ -4,6 +4,7 @@ Loads come from Hypothesis, which shrinks failures, and from seeds, at a tenth o
 """
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -111,8 +112,17 @@ TestScheduler = SchedulerMachine.TestCase
 # ---- seeded loads ------------------------------------------------------------------------------
 
 
-def make_load(rng: random.Random) -> SchedulerLoad:
-    return SchedulerLoad(Setting(**{name: rng.choice(values) for name, values in SETTING.items()}))
+HYBRID = SETTING | {
+    "shares": [True],
+    "with_states": [True],
+    "pages": [5, 8, 12, 20, 35, 60],
+    "checkpoints": [None, 2, 6],
+    "checkpoint_blocks": [0, 1, 3],
+}
+
+
+def make_load(rng: random.Random, settings: dict[str, list[Any]]) -> SchedulerLoad:
+    return SchedulerLoad(Setting(**{name: rng.choice(values) for name, values in settings.items()}))
 
 
 def act(load: SchedulerLoad, rng: random.Random) -> None:
@@ -145,9 +155,18 @@ def act(load: SchedulerLoad, rng: random.Random) -> None:
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 4))]
 )
 def test_scheduler_invariants_hold_for_seeded_loads(seed):
+    run_loads(seed, SETTING, seeded_steps() // 4)
+
+
+def test_scheduler_invariants_hold_for_seeded_loads_of_a_hybrid():
+    """States, forks, checkpoints, swap and eviction: 125,000 steps if it is deep."""
+    run_loads(5, HYBRID, seeded_steps() // 4)
+
+
+def run_loads(seed: int, settings: dict[str, list[Any]], steps: int) -> None:
     rng, done, preemptions, swaps = random.Random(seed), 0, 0, 0
-    while done < seeded_steps() // 4:
-        load = make_load(rng)
+    while done < steps:
+        load = make_load(rng, settings)
         for number in range(rng.randint(20, 200)):
             act(load, rng)
             if number % CHECKED_EVERY == 0:
