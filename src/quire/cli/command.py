@@ -287,6 +287,10 @@ _MODEL = "the model is the first argument, without a flag"
 FLAGS = {
     # vLLM and SGLang
     "gpu-memory-utilization": "use --kv-memory with the bytes of the KV memory, such as 8GiB",
+    "mamba-ssm-dtype": "use --kv-codec none+states=bfloat16",
+    "mamba-ssm-cache-dtype": "use --kv-codec none+states=bfloat16",
+    "mamba-track-interval": "use --state-checkpoint-interval",
+    "max-mamba-cache-size": "use --state-checkpoint-memory with bytes, such as 1GiB",
     "mem-fraction-static": "use --kv-memory with the bytes of the KV memory, such as 8GiB",
     "kv-cache-memory-bytes": "use --kv-memory",
     "num-gpu-blocks-override": "use --kv-memory with the bytes of the KV memory",

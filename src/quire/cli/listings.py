@@ -241,6 +241,7 @@ _MODIFIERS = (
         "+promoted=N:CODEC",
         "N tokens with the highest scores of a rule are stored in CODEC as well.",
     ),
+    ("+states=CODEC", "Recurrent states are stored in float32 (default), bfloat16 or int8."),
 )
 SHOWN_HEAD_DIM, SHOWN_PAGE_TOKENS = 128, 32  # head size and page size of the shown vector sizes
 

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire.codecs.registry import make_codec
 from quire.kernels.backend import AttentionBackend, ChainBackend, LayerPages, ScoringBackend
 from quire.kernels.coded import CodedPlanes, decoded_slot_bytes
 from quire.kv.coded_layers import CodedLayers, MeasuredConstants
@@ -63,6 +64,17 @@ class PagedKV:
             for group in memory.layout.groups
             if group.state is not None
             for index, layer in enumerate(group.layers)
+        }
+        self.state_planes = {
+            group.name: {
+                plane.name: CodedPlanes(
+                    make_codec(plane.codec, plane.width),
+                    store.views(group.page_class).planes[plane.name],
+                )
+                for plane in group.page_class.planes
+            }
+            for group in memory.layout.groups
+            if group.state is not None
         }
         self.readers = dict.fromkeys(self.place, 0)
         of = Counter[int]()

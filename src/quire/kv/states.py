@@ -1,7 +1,7 @@
 """Recurrent states in pages: a layer and a sequence have one or several pages, of a part each.
 
-A state is read and written once per step and layer, in float32: the rows of a step that decode
-together, and each chunk of a prompt alone.
+A state is decoded and encoded once per step and layer: the rows of a step that decode together, and
+each chunk of a prompt alone.
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.kernels.coded import CodedPlanes
 from quire.kernels.device_copies import to_device
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.paged_kv import PagedKV
@@ -66,31 +67,32 @@ class StepStates:
         """Return copies of the states [rows, *shape] of a layer; None where they begin."""
         if part.is_fresh:
             return None
-        pages, planes, shapes = self._place(layer, part)
+        pages, coded, shapes = self._place(layer, part)
         return {
-            name: plane[pages, :, 0].reshape(len(part.rows), *shapes[name])
-            for name, plane in planes.items()
+            name: of.codec.decode([plane[pages] for plane in of.planes]).reshape(
+                len(part.rows), *shapes[name]
+            )
+            for name, of in coded.items()
         }
 
     def store(self, layer: int, part: StatePart, states: Mapping[str, Tensor]) -> None:
         """Overwrite the states of a layer."""
-        pages, planes, shapes = self._place(layer, part)
-        for name, plane in planes.items():
-            flat = states[name].reshape(*pages.shape, -1, shapes[name][-1])
-            plane[pages, :, 0] = flat.to(plane.dtype)
+        pages, coded, shapes = self._place(layer, part)
+        for name, of in coded.items():
+            vectors = states[name].float().reshape(*pages.shape, -1, 1, shapes[name][-1])
+            for plane, codes in zip(of.planes, of.codec.encode(vectors), strict=True):
+                plane[pages] = codes
 
     def _place(
         self, layer: int, part: StatePart
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, tuple[int, ...]]]:
+    ) -> tuple[Tensor, Mapping[str, CodedPlanes], dict[str, tuple[int, ...]]]:
         group, index = self._kv.states[layer]
         assert group.state is not None, "a group of states"
         rows = self._batch.rows[part.rows]
         first, count = index * group.lanes_per_layer, group.lanes_per_layer
         table = self._kv.memory.tables[group.name].pages
         pages = self._tensor(table[rows, first : first + count, 0])
-        shapes = group.state.shapes
-        planes = self._kv.store.views(group.page_class).planes
-        return pages, {name: planes[name][0] for name in shapes}, shapes
+        return pages, self._kv.state_planes[group.name], group.state.shapes
 
     def _tensor(self, numbers: NDArray[np.generic]) -> Tensor:
         device: torch.device = self._kv.store.device

@@ -4,6 +4,7 @@
     kivi4+sinks=4+residual=128          also the first 4 tokens in full precision
     int8+plain_layers=2                 the first two and the last two layers unquantized
     int2+residual=64+promoted=32:int4   4 more bits for the 32 tokens of a lane with top scores
+    int8+states=bfloat16                recurrent states in bfloat16 instead of float32
 
 In latent attention the values are the latents, and the keys their rotated parts. A single codec
 applies to the latents only: `int8` is `none/int8`. Both sides are written to change that.
@@ -26,7 +27,8 @@ from quire.layout.codecs import CodecSpec
 from quire.layout.token_precision import PROMOTED, Records, read_records
 
 COUNTS = ("sinks", "residual", "plain_layers")
-PLAIN = "plain"
+PLAIN, STATES = "plain", "states"
+STATE_CODECS = ("float32", "bfloat16", "int8")
 MAX_TOKENS = 1 << 16
 
 
@@ -41,6 +43,7 @@ class KVFormat:
         plain_layers: number of first layers, and of last layers, that are unquantized.
         plain: codec of full-precision tokens and unquantized layers.
         promoted: records of promoted (mixed-precision) tokens; None for none.
+        states: codec of recurrent states, of which `int8` applies to those of scans; None: float32.
     """
 
     key: CodecSpec
@@ -50,6 +53,7 @@ class KVFormat:
     plain_layers: int = 0
     plain: CodecSpec | None = None
     promoted: Records | None = None
+    states: CodecSpec | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -92,8 +96,8 @@ def read_format(text: str) -> KVFormat:
 
     Args:
         text: a codec in the syntax of `codec_pair`, and the options `sinks`, `residual` and
-            `plain_layers` (counts), `plain` (type of full-precision data) and `promoted` (number of
-            records, colon, their codec).
+            `plain_layers` (counts), `plain` (type of full-precision data), `promoted` (number of
+            records, colon, their codec) and `states` (codec of recurrent states).
 
     Raises:
         UnknownName: a codec or an option is unknown.
@@ -105,8 +109,14 @@ def read_format(text: str) -> KVFormat:
     values = _options(text, options)
     plain = _plain(text, values.pop(PLAIN)) if PLAIN in values else None
     promoted = read_records(text, values.pop(PROMOTED)) if PROMOTED in values else None
+    states = codec_spec(values.pop(STATES)) if STATES in values else None
+    if states is not None and states.name not in STATE_CODECS:
+        raise ConfigError(
+            f"KV codec {text!r}: expected {STATES} to be {', '.join(STATE_CODECS)}, got "
+            f"{states.name!r}"
+        )
     counts = {name: _count(text, name, values.get(name, "0")) for name in COUNTS}
-    found = KVFormat(key=key, value=value, plain=plain, promoted=promoted, **counts)
+    found = KVFormat(key=key, value=value, plain=plain, promoted=promoted, states=states, **counts)
     if found.is_plain and (any(counts.values()) or promoted is not None):
         raise ConfigError(
             f"KV codec {text!r} is unquantized: remove sinks, residual, plain_layers and promoted"
@@ -152,8 +162,8 @@ def _options(text: str, parts: list[str]) -> dict[str, str]:
     options: dict[str, str] = {}
     for part in parts:
         name, _, value = (piece.strip() for piece in part.partition("="))
-        if name not in (*COUNTS, PLAIN, PROMOTED):
-            raise UnknownName("option of a KV codec", name, (*COUNTS, PROMOTED))
+        if name not in (*COUNTS, PLAIN, PROMOTED, STATES):
+            raise UnknownName("option of a KV codec", name, (*COUNTS, PROMOTED, STATES))
         if name in options:
             raise ConfigError(f"KV codec {text!r}: {name} is repeated; keep one")
         options[name] = value

@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from quire.errors import ConfigError
 from quire.layout.codec_names import codec_spec
 from quire.layout.codecs import CodecSpec
 from quire.layout.kv_format import KVFormat, read_format
-from quire.layout.model import HeadShape, ModelSpec, StateSpec
+from quire.layout.model import CONV, HeadShape, ModelSpec, StateSpec
 from quire.layout.pages import (
     INDEX,
     KEY,
@@ -27,6 +28,7 @@ from quire.layout.statistics import Statistic
 from quire.layout.token_precision import FullPrecisionTokens, PromotedTokens, Records
 
 STATISTICS_CODEC = STATES_CODEC = "float32"
+CONVOLUTIONS_CODEC = "bfloat16"  # if states are quantized: they are inputs of a token each
 
 
 def layout_for(
@@ -95,7 +97,13 @@ def layout_for(
             groups.append(_full_precision_group(group, form))
         if loses_order and form.promoted is not None and not group.page_class.is_plain:
             groups.append(_promoted_group(group, form.promoted))
-    groups.extend(_state_groups(model))
+    states = list(_state_groups(model, form.states or codec_spec(STATES_CODEC)))
+    if form.states is not None and not states:
+        raise ConfigError(
+            f"KV codec {codec!r}: states={form.states.name} has no effect: the model has no "
+            "recurrent states; remove it"
+        )
+    groups.extend(states)
     shared = [
         (layer, spec.source) for layer, spec in enumerate(model.layers) if spec.source is not None
     ]
@@ -144,14 +152,14 @@ def _index_codec(form: KVFormat) -> CodecSpec:
     return plain[0] if plain else form.required_plain
 
 
-def _state_groups(model: ModelSpec) -> Iterator[LaneGroup]:
+def _state_groups(model: ModelSpec, codec: CodecSpec) -> Iterator[LaneGroup]:
     """Build a group for each shape of recurrent states, of a fixed number of pages per layer."""
     layers: dict[StateSpec, list[int]] = {}
     for number, layer in enumerate(model.layers):
         if layer.state is not None:
             layers.setdefault(layer.state, []).append(number)
     for number, (state, of_state) in enumerate(layers.items()):
-        pages = _state_pages(state)
+        pages = _state_pages(state, codec)
         yield LaneGroup(
             name="state" if not number else f"state_{number + 1}",
             page_class=pages[0],
@@ -162,18 +170,19 @@ def _state_groups(model: ModelSpec) -> Iterator[LaneGroup]:
         )
 
 
-def _state_pages(state: StateSpec) -> tuple[PageClass, ...]:
+def _state_pages(state: StateSpec, codec: CodecSpec) -> tuple[PageClass, ...]:
     """Return the equal pages of a state: as many as make a slab of usual size hold many of them.
 
     Pages of several MiB, of a class of their own, would waste up to a third of a small arena. A
     page has the same fraction of each tensor, and all pages together have no more bytes than one.
     """
+    of_conv = codec if codec.is_plain else codec_spec(CONVOLUTIONS_CODEC)
     rows = {name: math.prod(shape[:-1]) for name, shape in state.shapes.items()}
     found: tuple[PageClass, ...] = ()
     common = math.gcd(*rows.values())
     for count in (n for n in range(1, common + 1) if common % n == 0):
         planes = tuple(
-            PlaneSpec(name, codec_spec(STATES_CODEC), shape[-1], rows[name] // count)
+            PlaneSpec(name, of_conv if name == CONV else codec, shape[-1], rows[name] // count)
             for name, shape in state.shapes.items()
         )
         pages = (PageClass(planes=planes, tokens=1),) * count

@@ -27,6 +27,11 @@ def model():
         ({"constants": "/nonexistent", "codec": "int8_channel"}, {}, "there is no /nonexistent/"),
         ({"state_checkpoint_interval": 16}, {}, "-interval has no effect: the model has no rec"),
         ({"state_checkpoint_memory": 1}, {}, "-checkpoint-memory has no effect: the model has no"),
+        (
+            {"codec": "int8+states=int8"},
+            {},
+            "states=int8 has no effect: the model has no r",
+        ),
         ({}, {"max_num_seqs": 10**11}, r"page tables of 100,000,000,000 .* lower --max-num-seqs"),
     ],
 )

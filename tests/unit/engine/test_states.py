@@ -1,6 +1,8 @@
 """Recurrent states in the KV memory: their bytes, and turns of a conversation."""
 
 import pytest
+import torch
+from torch import Tensor
 
 from models.tiny import build
 from quire.api.llm import LLM
@@ -191,6 +193,40 @@ def test_completions_and_beams_of_a_prompt_equal_separate_runs(loaded):
     cold = LLM(loaded, kv=kv_config(memory="4MiB", enable_prefix_caching=False))
     found = cold.generate([prompt], beams)[0]
     assert [one.token_ids for one in warm.choices] == [one.token_ids for one in found.choices]
+
+
+def stored_states(loaded, codec: str) -> tuple[Tensor, int]:
+    """The states after one prompt, all numbers in one vector, and the bytes of their pages."""
+    engine = engine_of(loaded, codec=codec)
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    engine.submit(GenerationRequest(list(range(3, 60)), params, request_id="states"))
+    engine.step()
+    kv, row = engine.pool.kv, engine.scheduler.running[0].memory.row
+    found, num_bytes = [], 0
+    for group, _ in dict.fromkeys((group, 0) for group, _ in kv.states.values()):
+        pages = kv.memory.tables[group.name].row_pages(row)
+        num_bytes += len(pages) * group.page_class.page_bytes
+        index = torch.from_numpy(pages).long()
+        for coded in kv.state_planes[group.name].values():
+            decoded = coded.codec.decode([plane[index] for plane in coded.planes])
+            found.append(decoded.reshape(-1, decoded.shape[-1]))
+    widest = max(rows.shape[1] for rows in found)
+    padded = [torch.nn.functional.pad(rows, (0, widest - rows.shape[1])) for rows in found]
+    return torch.cat(padded), num_bytes
+
+
+@pytest.mark.parametrize(("codec", "steps"), [("bfloat16", 1 / 256), ("int8", 1 / 127 / 2)])
+def test_states_are_stored_in_less_bytes_with_the_error_of_their_codec(loaded, codec, steps):
+    """A prompt in one chunk begins without states: only their encoding differs."""
+    exact, exact_bytes = stored_states(loaded, "none")
+    found, num_bytes = stored_states(loaded, f"none+states={codec}")
+
+    largest = exact.abs().amax(dim=1, keepdim=True)
+    within = steps * (exact.abs() if codec == "bfloat16" else largest)
+    # scales are rounded up to float16; convolutions are in bfloat16
+    assert ((found - exact).abs() <= 1.002 * within + exact.abs() / 256 + 1e-6).all()
+    assert not torch.equal(found, exact)
+    assert num_bytes <= 0.51 * exact_bytes + 64
 
 
 def test_batch_invariance_is_refused(loaded):

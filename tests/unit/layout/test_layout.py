@@ -286,6 +286,23 @@ def test_a_large_state_has_several_pages_without_padding(name):
     assert group.bytes_at_most(1, 1) == -(-4 * sum(numbers) // 64) * 64
 
 
+@pytest.mark.parametrize(
+    ("codec", "count", "conv_bytes", "scan_bytes"),
+    [
+        ("float32", 64, 2048, 32_768),
+        ("int8+states=bfloat16", 32, 2048, 32_768),
+        ("float32+states=int8", 16, 4096, 256 * (128 + 2)),  # a scale for each row of 128
+    ],
+)
+def test_states_have_the_bytes_of_their_codec(codec, count, conv_bytes, scan_bytes):
+    spec = small_spec(LayerSpec(attends=False, state=STATES["qwen3_next"][0]), None)
+
+    [group] = [g for g in layout_for(spec, codec=codec, page_tokens=16).groups if g.state]
+
+    assert group.lanes_per_layer == count
+    assert group.page_class.page_bytes == -(-(conv_bytes + scan_bytes) // 64) * 64
+
+
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("name", ["qwen3_next", "granite"])
 def test_large_states_waste_less_than_a_tenth_of_a_small_memory(name, codec):
