@@ -340,10 +340,11 @@ def statistics_used(layout: CacheLayout, statistics: Collection[Statistic]) -> f
 def layout_fingerprint(layout: CacheLayout) -> str:
     """Return the identity of the bytes of shareable pages, for storage outside of the process.
 
-    Depends on the groups that sequences can share, in order: not on their names, and not on private
-    groups, which are never stored with a prefix.
+    Depends on the groups that sequences can share and on recurrent states, in order: not on their
+    names, and not on other private groups, whose records are stored under their names.
     """
-    return "\n".join(_group_fingerprint(group) for group in layout.groups if not group.private)
+    stored = (group for group in layout.groups if not group.private or group.state is not None)
+    return "\n".join(map(_group_fingerprint, stored))
 
 
 def _group_fingerprint(group: LaneGroup) -> str:

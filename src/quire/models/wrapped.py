@@ -247,6 +247,11 @@ def _refuse(model: object) -> None:
         )
     refuse_config(model.config)
     refuse_class(type(model))
+    if cache_argument(inspect.signature(type(model).forward).parameters) is None:
+        raise UnsupportedModel(
+            f"{type(model).__name__} takes no cache: generate computes all tokens in every step; "
+            "use quire.LLM"
+        )
     if any(hasattr(module, BRIDGE_ATTRIBUTE) for module in model.modules()):
         raise ConfigError("this model belongs to a Quire engine; load another one")
     if model.training:

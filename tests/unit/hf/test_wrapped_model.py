@@ -135,6 +135,8 @@ def test_unsupported_models_are_refused() -> None:
 
     with pytest.raises(UnsupportedModel, match="not a cache"):
         QuireCache(rwkv.eval())
+    with pytest.raises(UnsupportedModel, match=r"takes no cache.*use quire\.LLM"):
+        QuireCache(zoo.build("openai_gpt"))
     with pytest.raises(ConfigError, match="got Linear"):
         _refuse(torch.nn.Linear(1, 1))
     with pytest.raises(ConfigError, match=r"model.eval\(\)"):

@@ -19,7 +19,7 @@ from quire.layout.statistics import (
     ResidualSimilarity,
     SquareSum,
 )
-from support.model_specs import small_spec
+from support.model_specs import CACHE_KINDS, small_spec
 
 
 def model_of(*windows):
@@ -248,6 +248,13 @@ def test_fingerprint_has_all_parameters_of_codecs():
 
 
 def test_fingerprints_of_layouts_differ():
+    chunks = (LayerSpec(chunk=64), LayerSpec(chunk=64), None)
+    unjoined = LayerSpec(heads=dataclasses.replace(CACHE_KINDS["latent"].heads[0], latent=None))
+    state = LayerSpec(attends=False, state=StateSpec(conv=(8, 4), recurrent=(2, 4, 4)))
+    specs = [
+        *CACHE_KINDS.values(),
+        *(small_spec(*chunks), small_spec(unjoined, unjoined), small_spec(state, state)),
+    ]
     layouts = [
         *(layout_of_codec(f"{codec}+plain=float32") for codec in CODECS),
         layout_of_codec("int8/int4"),
@@ -258,6 +265,7 @@ def test_fingerprints_of_layouts_differ():
         layout_for(model_of(None, 32), codec="int8", page_tokens=16),
         layout_for(model_of(64, None), codec="int8", page_tokens=16),
         layout_for(model_of(None, 64), codec="int8", page_tokens=32),
+        *(layout_for(spec, codec="int8+plain=float32", page_tokens=16) for spec in specs),
     ]
 
     assert len(set(map(layout_fingerprint, layouts))) == len(layouts)
