@@ -558,7 +558,9 @@ def capacity_table(report: PlanReport) -> Table:
             )
     if report.state_bytes:
         size = format_size(report.state_bytes)
-        table.add_row("recurrent states", f"{report.state_bytes:,} B ({size}) per sequence")
+        table.add_row(
+            "recurrent states", f"{report.state_bytes:,} B ({size}) per sequence and checkpoint"
+        )
     tokens = f"{fits.page_tokens} tokens of one layer, all KV heads"
     sizes = sorted({kind.page_bytes for kind in report.kinds.values()})
     if sizes:

@@ -17,7 +17,7 @@ from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
 from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import layout_for
-from quire.layout.model import HeadShape, LayerSpec
+from quire.layout.model import HeadShape, LayerSpec, StateSpec
 from quire.scheduler.peaks import Need
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.sim.engine import SimulatedEngine, StepTimer, TimedCopies, VirtualClock, folded_layout
@@ -43,6 +43,8 @@ KINDS = replace(
         *(LayerSpec(heads=WIDE), LayerSpec(source=3), LayerSpec(window=64, source=1), LayerSpec()),
     ),
 )
+RECURRENT = LayerSpec(attends=False, state=StateSpec(conv=(16, 4), recurrent=(2, 8, 8)))
+HYBRID = replace(TINY, layers=(RECURRENT, LayerSpec()) * 4)
 OVERLOAD = trace(*(request(i, i * 0.0005, 60 + i % 7 * 40, 30 + i % 5 * 20) for i in range(1, 26)))
 
 rows_of_loads = st.lists(
@@ -199,7 +201,9 @@ def test_folded_layout_gives_the_same_schedule(model, sequences):
     assert (summarise(results[0])["preemptions"] > 0) == (model == TINY)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3n", "gemma4", "gemma4_unified", "llama4"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gemma3n", "gemma4", "gemma4_unified", "llama4", "qwen3_next"]
+)
 def test_the_engine_holds_the_bytes_of_the_simulation_in_every_step(name):
     """The same requests in a memory for two of them: pages of every kind and preemptions."""
     model = load(name)
@@ -376,6 +380,20 @@ def test_conversation_reuses_its_earlier_outputs():
     [_, record] = simulate(trace(first, second), CONFIG).records
 
     assert record.cached_tokens == 64 + 16
+
+
+@pytest.mark.parametrize(("interval", "cached_tokens"), [(0, 0), (32, 64)])
+def test_a_hybrid_continues_from_its_checkpoints(interval, cached_tokens):
+    """A later turn, and a prompt that has only 64 tokens in common with an earlier one."""
+    kv = kv_config(memory="16MiB", state_checkpoint_interval=interval)
+    config = replace(CONFIG, model=HYBRID, kv=kv)
+    first = replace(request(1, 0, 0, 32, shared=[(1, 64)]), answer=TraceSegment(2, 32))
+    later = request(2, 10, 16, 1, shared=[(1, 64), (2, 32)])
+    other = request(2, 10, 40, 1, shared=[(1, 64)])
+    before = request(1, 0, 40, 1, shared=[(1, 64)])
+
+    assert simulate(trace(first, later), config).records[1].cached_tokens == 64 + 16
+    assert simulate(trace(before, other), config).records[1].cached_tokens == cached_tokens
 
 
 # ---- tenants -----------------------------------------------------------------------------------
