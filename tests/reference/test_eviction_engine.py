@@ -667,6 +667,7 @@ def by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         *((rule, "llama", "none") for rule in BY_LAYER + NOT_BY_LAYER),
         *((BY_LAYER[2], model, "none") for model in ("wide_llama", "gemma3", "gpt2", "gpt_oss")),
+        *((BY_LAYER[2], model, "none") for model in ("deepseek_v3", "deepseek_v32")),
         *((BY_LAYER[2], "llama", codec) for codec in ("int4", "int8+sinks=2+residual=8")),
     ],
 )

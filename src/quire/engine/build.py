@@ -163,6 +163,7 @@ def _evictor(pool: KVPool, kv: KVConfig, model: LoadedModel) -> Evictor | None:
     if not pool.rules.evicts:
         return None
     rotations = cache(model.decoder.rotations)
+    rotations(0)  # may run the model, which is not possible inside of a step
     math = attention_math(model.decoder)
     return PolicyEvictor(pool.kv, pool.rules, kv.scratch, math, rotations, model.group)
 
