@@ -498,7 +498,7 @@ class EvictionRules:
     def _require_possible(self, text: str, wanted: RuleRequirements) -> None:
         reasons = [why for one in wanted.statistics if (why := self._why_not(one)) is not None]
         if wanted.rerotates_keys and self.why_no_pre_rope is not None:
-            reasons.append(self.why_no_pre_rope)
+            reasons.append(f"{self.why_no_pre_rope}; {limits.NO_PRE_ROPE.instead}")
         if reasons:
             raise RequestError(
                 f"evict: {text!r} cannot be served here: {reasons[0]}", param="evict"

@@ -165,9 +165,9 @@ TIED_BY_DEFAULT = frozenset(
 
 UNGATED = frozenset(
     {
-        "apertus", "arcee", "biogpt", "bloom", "codegen", "ctrl", "falcon", "fuyu", "gpt2",
-        "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "jais2", "mpt",
-        "nanochat", "nemotron", "nemotron_h", "openai-gpt", "opt", "persimmon", "phi",
+        "apertus", "apertus1p5_text", "arcee", "biogpt", "bloom", "codegen", "ctrl", "falcon",
+        "fuyu", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "jais2",
+        "mpt", "nanochat", "nemotron", "nemotron_h", "openai-gpt", "opt", "persimmon", "phi",
         "starcoder2", "xglm",
     }
 )  # fmt: skip
@@ -188,6 +188,9 @@ SINUSOIDAL_POSITIONS = frozenset({"ctrl", "xglm"})
 
 TWICE_THE_VALUE_DIM = frozenset({"diffllama"})
 """Families whose query heads attend to pairs of values."""
+
+QUERY_EXPERTS = frozenset({"jetmoe"})
+"""Families in which a router selects the query heads of a token, as it selects its experts."""
 
 TWICE_THE_KV_HEADS = frozenset({"mimo_v2_flash"})
 """Families whose sliding-window layers have twice the KV heads of the others."""
@@ -321,7 +324,12 @@ class ConfigReader:
         self._defaults = DEFAULTS.get(self.model_type, {})
 
     def missing(self, *names: str) -> ModelError:
-        """Return the error for a missing key."""
+        """Return the error for a key that is missing or 0."""
+        name, value = self._named(*names)
+        if value is not None:
+            return ModelError(
+                f"config.json: {name!r} is {shown(value)}, expected an integer of 1 or more"
+            )
         also = f" (also looked for {', '.join(names[1:])})" if names[1:] else ""
         return ModelError(
             f"config.json of this {self.model_type} model has no {names[0]!r}{also}: add the key"

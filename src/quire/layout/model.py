@@ -25,6 +25,7 @@ from quire.layout.config import (
     LEARNED_POSITIONS,
     MAX_LAYERS,
     PARTIAL_ROPE,
+    QUERY_EXPERTS,
     REFUSED,
     SINUSOIDAL_POSITIONS,
     TIED_BY_DEFAULT,
@@ -1329,6 +1330,8 @@ class ModelSpec:
         if not layer.attends:
             return 0, 0
         query_dim, output_dim = heads.projected_dims
+        if self.architecture in TWICE_THE_VALUE_DIM:
+            output_dim //= 2  # two query heads attend to the same pairs, and are subtracted
         queries, outputs = heads.query_heads * query_dim, heads.query_heads * output_dim
         if heads.latent is not None and not layer.keys_from_values:
             rank = heads.latent.query_rank
@@ -1345,13 +1348,21 @@ class ModelSpec:
 
     def _parameters(self, experts: int) -> int:
         attention = sum(
-            self._attention_parameters(heads, layer)
+            self._attention_parameters(heads, layer) + self._query_experts(heads, experts)
             for heads, layer in zip(self.heads, self.layers, strict=True)
         )
         norms = self.vectors.layer_norms * self.vectors.norm_parameters(self.hidden_size)
         each = norms + self.extra.layer_parameters(self.hidden_size)
         layers = attention + self.num_layers * each + self._mlp_parameters(experts)
         return layers + self._other_parameters
+
+    def _query_experts(self, heads: HeadShape, experts: int) -> int:
+        """Weights of a layer's other query heads, of which a router selects those of a token."""
+        if self.architecture not in QUERY_EXPERTS or self.mixture is None:
+            return 0
+        width = heads.query_heads // self.mixture.experts_per_token * heads.key_dim
+        unused = 2 * width * (experts - self.mixture.experts_per_token)
+        return self.hidden_size * (unused + self.mixture.num_experts)
 
     def _attention_parameters(self, heads: HeadShape, layer: LayerSpec) -> int:
         state = 0 if layer.state is None else layer.state.parameters
@@ -1436,7 +1447,7 @@ def _model_heads(reader: ConfigReader, hidden_size: int, num_heads: int) -> Head
 
 def _num_heads(reader: ConfigReader) -> int:
     names = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
-    if reader.model_type == "jetmoe":  # its config.json leaves out what follows from other keys
+    if reader.model_type in QUERY_EXPERTS:  # config.json leaves it out
         return reader.integer("num_key_value_heads") * reader.integer("num_experts_per_tok")
     return reader.integer(*names)
 

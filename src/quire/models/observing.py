@@ -313,11 +313,15 @@ class Observing:
         if isinstance(statistic, QueryMoments) and self._spec.joins_keys:
             return f"{self._name} attends to latents, and moments are those of queries of heads"
         if isinstance(statistic, QueryMoments) and not self._all_rotaries_known:
-            return f"{self._name} rotates its queries, and Quire cannot invert this rotation"
+            return (
+                f"{self._name} rotates its queries, and Quire cannot invert this rotation; use "
+                "a rule on attention or keys, such as snapkv or keydiff"
+            )
         if isinstance(statistic, ResidualSimilarity) and self._similarity_hooks is None:
             return (
                 f"{self._name} does not add the output of attention to its residual stream before "
-                "the MLP, so the change by attention alone cannot be measured"
+                "the MLP, so the change by attention alone cannot be measured; leave out "
+                "budget=squeeze, or use budget=pyramid"
             )
         return None
 

@@ -136,7 +136,7 @@ class Capacity:
     page_bytes: int  # keys and values of all heads of one layer, of the first kind of layer
     pool_bytes: int  # of whole slabs
     pool_pages: int  # whole pages of the KV memory's slabs
-    # of all sequences in whole pages, before windows are full; None: tokens need no memory
+    # of sequences of `sequence_tokens` tokens, in whole pages; None: tokens need no memory
     pool_tokens: int | None
     sequence_tokens: int
     pages_per_sequence: int  # in all layers
@@ -192,8 +192,7 @@ def capacity(
     lengths = range(1, model.max_positions + 1)
     # the KV of the last token is never computed
     longest = bisect_left(lengths, True, key=lambda tokens: not fits(max(1, tokens - 1)))
-    per_token = token_bytes(layout)
-    tokens = int(usable_bytes / per_token) if per_token else None
+    tokens = usable_bytes * sequence_tokens // needed_bytes if token_bytes(layout) else None
     return Capacity(
         page_tokens=page.tokens,
         page_bytes=page.page_bytes,

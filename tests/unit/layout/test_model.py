@@ -19,7 +19,7 @@ from quire.layout.config import check_sizes, dtype_bytes, read_config
 from quire.layout.model import LatentSpec, LayerSpec, ModelSpec
 from quire.models.own_attention import tied_heads
 from support import zoo
-from support.model_specs import small_spec
+from support.model_specs import CACHE_KINDS, small_spec
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -592,7 +592,8 @@ FAMILIES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2",
     "gemma3_text", "phi", "phi3", "phimoe", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj",
     "gpt_oss", "opt", "bloom", "falcon", "mpt", "cohere", "cohere2", "stablelm", "starcoder2",
-    "olmo2", "olmoe", "granite", "granitemoe", "smollm3", "ernie4_5_moe",
+    "olmo2", "olmoe", "granite", "granitemoe", "smollm3", "ernie4_5_moe", "apertus1p5_text",
+    "diffllama", "jetmoe",
 )  # fmt: skip
 
 
@@ -720,6 +721,15 @@ def test_chunks_windows_and_shared_layers_hold_a_part_of_the_tokens():
     assert model.kv_bytes_per_token(2) == 3 * 32
 
 
+def test_a_step_reads_all_index_keys_and_the_selected_latents():
+    """Two layers of 40 elements; 16 tokens are selected, by index keys of 16 of the first one."""
+    model = CACHE_KINDS["indexed"]
+
+    assert model.kv_bytes(100, 2) == 2 * 100 * (40 + 16 + 40)
+    assert model.kv_bytes(100, 2, read_in_step=True) == 2 * (16 * 40 + 100 * 16 + 16 * 40)
+    assert model.kv_bytes(9, 2, read_in_step=True) == 2 * 9 * (40 + 16 + 40)
+
+
 @pytest.mark.parametrize(
     "key",
     [
@@ -749,6 +759,10 @@ def test_missing_config_key_is_named(key: str):
         ({"num_attention_heads": 24, "num_key_value_heads": 8}, "add 'head_dim'"),
         ({"layer_types": ["full_attention"]}, "1 layers, but the model has 32"),
         ({"layer_types": ["sliding_attention"] * 32}, "no 'sliding_window'"),
+        (
+            {"layer_types": ["sliding_attention"] * 32, "sliding_window": 0},
+            "'sliding_window' is 0, expected an integer of 1 or more",
+        ),
         ({"num_local_experts": 8}, "no 'num_experts_per_tok'"),
         ({"num_kv_shared_layers": 32}, "num_kv_shared_layers=32, but layer 0"),
         ({"num_kv_shared_layers": 40}, "num_kv_shared_layers=40, but layer 0"),
