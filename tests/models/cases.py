@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from models.reference import (
     SHIFTED_BY,
     Expected,
+    beam_scores,
     decode,
     difference,
     random_tokens,
@@ -31,6 +32,7 @@ from quire.layout import limits
 from quire.layout.model import ModelSpec
 from quire.models.loader import LoadedModel, load_model
 from quire.models.support import model_class, refuse_class, refuse_config
+from quire.sampling.outputs import OutputBuilder, RequestOutput
 from quire.sampling.sampler import SampledToken, Sampler
 from quire.scheduler.peaks import Need
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -41,6 +43,7 @@ EQUAL, REFUSED, FAILED, NOT_TESTED = "equal", "refused", "failed", "not tested"
 INERT = "not observed"
 
 PROMPT_TOKENS, NEW_TOKENS, SHARED_TOKENS, PAGE_TOKENS = 300, 40, 208, 16
+BEAM_TOKENS = 8
 LONGEST = PROMPT_TOKENS + NEW_TOKENS
 TOLERANCE = 1e-3
 """Of logits, relative to the largest of their row."""
@@ -114,11 +117,11 @@ def run_type(model_type: str, cases: Sequence[str] | None = None) -> Found:
 
     Args:
         model_type: see `tiny.TYPES`.
-        cases: names of `CASES`; None: all.
+        cases: names of `CASES`; None: all, those of `OF_STATES` if it has recurrent states.
     """
     found, started_s = Found(type=model_type), time.process_time()
     try:
-        _run(found, CASES if cases is None else cases)
+        _run(found, cases)
     except UnsupportedModel as error:
         found.result, found.why = REFUSED, str(error)
         found.is_text_decoder = not any(r.reason in found.why for r in NOT_A_TEXT_DECODER)
@@ -128,7 +131,7 @@ def run_type(model_type: str, cases: Sequence[str] | None = None) -> Found:
     return found
 
 
-def _run(found: Found, names: Sequence[str]) -> None:
+def _run(found: Found, cases: Sequence[str] | None) -> None:
     limits.refuse_model_type(found.type)
     config = config_of(found.type)
     refuse_config(config)
@@ -143,6 +146,8 @@ def _run(found: Found, names: Sequence[str]) -> None:
     found.own = difference(bench.scanned, bench.expected["r0"].logits)
     bench.tolerance = max(TOLERANCE, min(2 * found.own, OF_ITSELF))
     found.control = _control(bench)
+    left_out = () if "state" in found.kinds else OF_STATES
+    names = [name for name in CASES if name not in left_out] if cases is None else cases
     for name in names:
         found.cases[name] = _case(CASES[name], bench)
     found.worst = max(found.cases[name].worst for name in names if name not in PLAIN)
@@ -270,7 +275,9 @@ class Bench:
         """An engine whose KV memory holds the peak of `room` requests; no prefix cache."""
         options = {"page_tokens": PAGE_TOKENS, "enable_prefix_caching": False, **(kv or {})}
         config = ScheduleConfig(**{"max_num_seqs": 8, "admission": "optimistic", **schedule})
-        probe = Engine(self.loaded, kv_config(memory="64MiB", **options), config)
+        of_disk = ("disk_memory", "disk_path", "kv_load")
+        without = {name: value for name, value in options.items() if name not in of_disk}
+        probe = Engine(self.loaded, kv_config(memory="64MiB", **without), config)
         peaks = probe.scheduler.peaks
         need = Need(LONGEST, eviction=probe.pool.eviction.spec)
         memory = max(int(room * peaks.peak_bytes(need)), peaks.fitting_bytes(need))
@@ -328,10 +335,6 @@ def worst_of(cases) -> Case:
 
 
 # ---- cases ---------------------------------------------------------------------------------------
-
-
-def _ample(bench: Bench) -> Case:
-    return bench.compare(bench.run(bench.engine(AMPLE_ROOM)))
 
 
 def _chunks(tokens: int) -> Callable[[Bench], Case]:
@@ -398,27 +401,72 @@ def _prefix(bench: Bench) -> Case:
     return Case(result=INERT, why="no prefix was found")
 
 
-def _forks(bench: Bench) -> Case:
-    """Two sampled outputs of one prompt: their logits equal those of a scan over their tokens."""
-    engine = bench.engine(AMPLE_ROOM, {"enable_prefix_caching": True})
-    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler, None)
-    prompt = bench.expected["r0"].prompt
-    params = SamplingParams(n=2, seed=7, temperature=1.0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    tokens: dict[int, list[int]] = {0: [], 1: []}
-    engine.submit(GenerationRequest(prompt, params, request_id="r0"))
+def _disk(bench: Bench) -> Case:
+    """The same prompt after a restart, with the prefix that the first engine stored on disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        kv = {"enable_prefix_caching": True, "disk_memory": "64MiB", "disk_path": folder}
+        for _ in range(2):
+            engine = bench.engine(AMPLE_ROOM, {**kv, "kv_load": "whole"})
+            found = bench.compare(bench.run(engine, ["r0"]), ["r0"])
+            engine.close()
+    tier = engine.stats().tier
+    return (
+        found
+        if tier is not None and tier.loaded_tokens
+        else Case(result=INERT, why="no prefix was loaded from the disk")
+    )
+
+
+def _forks(n: int) -> Callable[[Bench], Case]:
+    """Sampled outputs of one prompt: their logits equal those of a scan over their tokens."""
+
+    def run(bench: Bench) -> Case:
+        engine = bench.engine(AMPLE_ROOM, {"enable_prefix_caching": True})
+        recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler, None)
+        prompt = bench.expected["r0"].prompt
+        sampled = {"n": n, "seed": 7, "temperature": 1.0}
+        params = SamplingParams(**sampled, max_tokens=NEW_TOKENS, ignore_eos=True)
+        output = outputs_of(engine, GenerationRequest(prompt, params, request_id="r0"))
+        tokens = [list(choice.token_ids) for choice in output.choices]
+        found = []
+        for index, own in enumerate(tokens):
+            name = f"r0#{index}" if index else "r0"
+            theirs, ours = scan(bench.model, prompt, own), recorder.logits(name)
+            worst, limit = difference(ours, theirs), bench.tolerance
+            why = "" if worst <= limit else first_difference(name, ours, theirs)
+            found.append(Case(result=FAILED if why else EQUAL, why=why, worst=worst))
+        if tokens.count(tokens[0]) == n:
+            return Case(result=INERT, why="all outputs are equal")
+        return worst_of(found)
+
+    return run
+
+
+def _beams(bench: Bench) -> Case:
+    """The scores of beams, in the order of a search that scans each sequence from its begin."""
+    engine, prompt = bench.engine(AMPLE_ROOM), bench.expected["r0"].prompt
+    params = SamplingParams(n=3, use_beam_search=True, max_tokens=BEAM_TOKENS, ignore_eos=True)
+    output = outputs_of(engine, GenerationRequest(prompt, params))
+    scale = bench.expected["r0"].logits.abs().max()
+    scores = Tensor([choice.score for choice in output.choices])
+    expected = beam_scores(bench.model, prompt, len(scores), BEAM_TOKENS)
+    worst = float((scores - expected).abs().max() / scale)
+    if worst <= 2 * bench.tolerance:  # a log-probability subtracts two numbers
+        return Case(worst=worst)
+    why = f"scores are {scores.tolist()}, not {expected.tolist()}"
+    return Case(result=FAILED, why=why, worst=worst)
+
+
+def outputs_of(engine: Engine, request: GenerationRequest) -> RequestOutput:
+    """The whole output of a request that runs alone."""
+    builder = OutputBuilder(engine.submit(request), request.prompt)
+    found = None
     while engine.has_work:
         for delta in engine.step():
-            tokens[delta.index] += delta.token_ids
+            found = builder.add(delta) or found
     engine.check()
-    found = []
-    for index, name in enumerate(("r0", "r0#1")):
-        theirs, ours = scan(bench.model, prompt, tokens[index]), recorder.logits(name)
-        worst, limit = difference(ours, theirs), bench.tolerance
-        why = "" if worst <= limit else first_difference(name, ours, theirs)
-        found.append(Case(result=FAILED if why else EQUAL, why=why, worst=worst))
-    if tokens[0] == tokens[1]:
-        return Case(result=INERT, why="both outputs are equal")
-    return worst_of(found)
+    assert found is not None
+    return found
 
 
 def _with_plain_backend(
@@ -455,15 +503,22 @@ def _evicted(engine: Engine) -> bool:
 
 
 CASES: Mapping[str, Callable[[Bench], Case]] = {
-    "ample": _ample,
+    "ample": _chunks(512),  # the whole prompt
     "tight": _tight,
     "chunks of 7": _chunks(7),
     "chunks of 64": _chunks(64),
     "prefix": _prefix,
     "swap": _swap,
-    "n=2": _forks,
+    "n=2": _forks(2),
+    "n=4": _forks(4),
+    "beams": _beams,
+    "disk": _disk,
+    "chunks of 1": _chunks(1),
     "int8": _with_plain_backend({"codec": "int8"}),
     **{name: _with_plain_backend({"evict": rule}, _evicted) for name, rule in RULES.items()},
 }
+OF_STATES = ("n=4", "beams", "disk", "chunks of 1")
+"""Cases of types with recurrent states only."""
+
 PLAIN = ("int8", *RULES)
 """Cases that are compared with the plain backend; the others with Transformers."""

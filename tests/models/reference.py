@@ -58,6 +58,21 @@ def scan(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -
     return logits[0, len(prompt) - 1 :].float()
 
 
+@torch.inference_mode()
+def beam_scores(
+    model: PreTrainedModel, prompt: Sequence[int], width: int, num_tokens: int
+) -> Tensor:
+    """Scores of a beam search without a cache, best first: mean log-probabilities [width]."""
+    tokens, scores = torch.tensor([list(prompt)]), torch.zeros(1)
+    for _ in range(num_tokens):
+        logits = model(tokens, use_cache=False, return_dict=True).logits[:, -1].float()
+        sums = scores[:, None] + logits.log_softmax(dim=-1)
+        scores, best = sums.flatten().topk(width)
+        beam, token = best // sums.shape[1], best % sums.shape[1]
+        tokens = torch.cat([tokens[beam], token[:, None]], dim=1)
+    return scores / num_tokens
+
+
 def _forward(model: PreTrainedModel, tokens: Sequence[int], positions: Sequence[int], cache=None):
     takes = inspect.signature(model.forward).parameters
     at = {"position_ids": torch.tensor([list(positions)])} if "position_ids" in takes else {}

@@ -21,17 +21,18 @@ from quire.kernels.native.library import PATHS, NativeLibrary, load_library
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo
 from support.engines import load
-from support.invariance import check, model_of, run
+from support.invariance import alone, check, check_equal, memory_for, model_of, run
 
 pytestmark = pytest.mark.skipif(
     not isinstance(load_library(), NativeLibrary), reason="the C extension is not built"
 )
-MIXTURES = ("mixtral", "gpt_oss", "llama4", "mimo_v2_flash", "deepseek_v3")
+MIXTURES = ("mixtral", "gpt_oss", "llama4", "mimo_v2_flash", "deepseek_v3", "qwen3_next", "jamba")
 NARROW = "gemma4_unified"
 OTHERS = (*MIXTURES, NARROW, "phi3_longrope")
 DENSE = [name for name in zoo.ARCHITECTURES if name not in OTHERS]
 LATENT = ("youtu", "minicpm3", "glm_moe_dsa_dense")
 QUICK = ("llama", "glm_moe_dsa_dense")
+HYBRIDS = ("mamba", "mamba2", "zamba", "zamba2", "falcon_h1", "olmo_hybrid", "lfm3")
 
 
 @pytest.mark.parametrize(
@@ -47,10 +48,46 @@ def test_no_batch_changes_a_bit(architecture):
     assert preemptions > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_no_batch_changes_a_bit_in_another_type(dtype):
-    check(model_of("llama", dtype), range(4))
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        pytest.param("llama", torch.float32, marks=pytest.mark.slow),
+        pytest.param("llama", torch.float16, marks=pytest.mark.slow),
+        ("mistral", torch.float32),  # pages that left its window are freed
+    ],
+)
+def test_no_batch_changes_a_bit_in_another_type(architecture, dtype):
+    check(model_of(architecture, dtype), range(4))
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("qwen3_5", "bamba")))
+        for name in (*zoo.HYBRID, *HYBRIDS)
+        if name not in MIXTURES
+    ],
+)
+def test_no_batch_chunk_or_turn_changes_a_bit_of_a_hybrid(architecture):
+    """Tokens of a prompt, an output and a later prompt update the states by one operation."""
+    model, numbers = model_of(architecture), (3, 4, 5)
+    expected = alone(model, None, numbers, turns=2)
+    for kv, chunk_tokens in (({}, 1), ({"enable_prefix_caching": True}, 7)):
+        found = run(model, numbers, kv, turns=2, chunk_tokens=chunk_tokens)
+        check_equal(found, expected)
+        assert bool(found.seen["cached_tokens"]) == bool(kv)
+    if not any(layer.attends for layer in model.spec.layers):
+        return  # its requests do not grow
+    for preempt, swap_space in (("swap", "1MiB"), ("recompute", 0)):
+        schedule = {"preempt": preempt, "admission": "optimistic", "chunk_tokens": 64}
+        for room in (1.3, 1.15, 1.5, 1.8):  # slabs hold different numbers of pages
+            kv = {"memory": memory_for(model, room, turns=2), "swap_space": swap_space}
+            found = run(model, numbers, kv, turns=2, **schedule)
+            check_equal(found, expected)
+            if found.seen["num_preemptions"]:
+                break
+        assert found.seen["num_preemptions"] > 0
+        assert bool(found.seen["num_swaps"]) == (preempt == "swap")
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ step          runs as forward passes of `INVARIANT_ROWS` rows each, the last one
               of rows
 attention     computed for each token separately over its pages, in prefill and in decode. Latents
               are not expanded, and an index selects for each token separately
+states        of recurrent layers are updated token by token, in prefill as in decode
 sampling      one row at a time
 
 The logits of a token then depend only on the tokens before it. Other requests, chunk sizes and
@@ -40,8 +41,6 @@ def prepare_batch_invariant(model: LoadedModel, config: KVConfig, codec: str) ->
         raise limits.refused(limits.INVARIANT_DEVICE, device=model.decoder.device)
     if model.spec.mixture is not None:
         raise limits.refused(limits.INVARIANT_MIXTURE)
-    if any(layer.state is not None for layer in model.spec.layers):
-        raise limits.refused(limits.INVARIANT_STATES)
     if config.offload.kv_memory:
         raise limits.refused(limits.INVARIANT_OFFLOAD)
     if form.needs_plain or form.promoted is not None:

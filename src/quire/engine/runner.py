@@ -33,6 +33,7 @@ from quire.models.base import (
     LayerByLayer,
     PagedAttention,
     SequenceStates,
+    TokenByToken,
 )
 from quire.plan.weights import MAX_BATCHES
 from quire.sampling.logits import StepLogits
@@ -179,6 +180,10 @@ class PaddedBridge:
         out = found.new_zeros(len(query), *found.shape[1:])
         out[own] = found
         return out
+
+    @property
+    def states(self) -> TokenByToken:
+        return TokenByToken(self._bridge.states)  # type: ignore[attr-defined]
 
     @property
     def hidden_rows(self) -> Tensor | None:

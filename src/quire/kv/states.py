@@ -65,15 +65,31 @@ class StepStates:
 
     def load(self, layer: int, part: StatePart) -> dict[str, Tensor] | None:
         """Return copies of the states [rows, *shape] of a layer; None where they begin."""
-        if part.is_fresh:
-            return None
+        return None if part.is_fresh else self.begun(layer, part)
+
+    def begun(self, layer: int, part: StatePart) -> dict[str, Tensor]:
+        """Return copies of the states [rows, *shape] of a layer; zeros where they begin."""
         pages, coded, shapes = self._place(layer, part)
+        if part.is_fresh:
+            return {
+                name: torch.zeros(len(part.rows), *shape, device=pages.device)
+                for name, shape in shapes.items()
+            }
         return {
             name: of.codec.decode([plane[pages] for plane in of.planes]).reshape(
                 len(part.rows), *shapes[name]
             )
             for name, of in coded.items()
         }
+
+    def rounded(self, layer: int, name: str, state: Tensor) -> Tensor:
+        """Return a state [rows, *shape] as it is after it was stored."""
+        group, _ = self._kv.states[layer]
+        of = self._kv.state_planes[group.name][name]
+        if of.planes[0].dtype == torch.float32:
+            return state
+        vectors = state.float().reshape(len(state), 1, -1, 1, state.shape[-1])
+        return of.codec.decode(of.codec.encode(vectors)).reshape(state.shape)
 
     def store(self, layer: int, part: StatePart, states: Mapping[str, Tensor]) -> None:
         """Overwrite the states of a layer."""

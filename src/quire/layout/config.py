@@ -213,6 +213,9 @@ ATTENTION_FREE = frozenset({"falcon_mamba", "mamba", "mamba2"})
 ATTENTION_AND_STATE = frozenset({"falcon_h1"})
 """Families whose layers have attention and a recurrent state side by side."""
 
+SHARED_BLOCKS = frozenset({"zamba", "zamba2"})
+"""Families whose layers with attention share its weights and those of their MLP."""
+
 WINDOW_IGNORED = frozenset({"llama"})
 """Families whose attention ignores `sliding_window`."""
 

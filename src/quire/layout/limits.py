@@ -332,11 +332,6 @@ INVARIANT_MIXTURE = _invariant(
     reason="in a mixture of experts the rows of an expert's products depend on the batch",
     instead="leave out --batch-invariant",
 )
-INVARIANT_STATES = _invariant(
-    other="a model with recurrent layers",
-    reason="the sums of a scan depend on the chunk of the prompt",
-    instead="leave out --batch-invariant",
-)
 INVARIANT_OFFLOAD = _invariant(
     other="KV offload",
     reason="attention over offloaded KV is computed in several segments",

@@ -27,6 +27,7 @@ from quire.layout.config import (
     PARTIAL_ROPE,
     QUERY_EXPERTS,
     REFUSED,
+    SHARED_BLOCKS,
     SINUSOIDAL_POSITIONS,
     TIED_BY_DEFAULT,
     TWICE_THE_KV_HEADS,
@@ -410,7 +411,8 @@ def _state(reader: ConfigReader) -> StateSpec | None:
         return StateSpec(
             conv=(channels, times[0] + times[1] - 2),
             recurrent=(values // 2,),  # the later half of the last token's values
-            parameters=channels * (times[0] + 2 + times[1] * reader.integer("head_dim")),
+            parameters=channels * (times[0] + 2 + times[1] * reader.integer("head_dim"))
+            + reader.integer("num_key_value_heads"),
         )
     in_groups = reader.find("layer_group_size") is not None  # Bailing: heads of both kinds agree
     of_groups = ("num_attention_heads",) if in_groups else ()
@@ -726,6 +728,8 @@ class MixtureSpec:
         shared_size: intermediate size of the shared experts; 0 for none.
         zero_experts: further routed experts per layer, which return their input. Transformers
             allocates their first projections, which are not used.
+        router_width: width of the router's MLP (Zaya), which also adds its input in the layer
+            before, scaled, and may select no expert; 0: the router is one projection.
     """
 
     num_layers: int
@@ -734,6 +738,7 @@ class MixtureSpec:
     expert_size: int
     shared_size: int = 0
     zero_experts: int = 0
+    router_width: int = 0
 
 
 def read_mixture(reader: ConfigReader, num_layers: int) -> MixtureSpec | None:
@@ -772,6 +777,7 @@ def read_mixture(reader: ConfigReader, num_layers: int) -> MixtureSpec | None:
         expert_size=expert_size,
         shared_size=_shared_size(reader, expert_size),
         zero_experts=reader.optional_integer("zero_expert_num") or 0,
+        router_width=reader.optional_integer("router_hidden_size") or 0,
     )
 
 
@@ -862,27 +868,62 @@ class ExtraSpec:
         layer_width: elements of a token's embedding for one layer; 0: no such embeddings.
         laurel_rank: rank of the second residual path of a layer; 0: none.
         streams: copies of the residual stream (AltUp); 0: it is one.
+        in_block: parameters of a layer with attention and state that its block adds (Zamba): a
+            projection, adapters, norms, and projections of the embeddings beside the hidden state.
+        counted_twice: parameters of blocks that have the weights of an earlier block; negative if
+            blocks have unused adapters.
+        scales: vectors of the hidden size in a layer, beside norms (Zaya).
     """
 
     layer_vocab: int = 0
     layer_width: int = 0
     laurel_rank: int = 0
     streams: int = 0
+    in_block: int = 0
+    counted_twice: int = 0
+    scales: int = 0
 
     def layer_parameters(self, hidden_size: int) -> int:
         """Return the parameters of one layer: projections, and AltUp's router and coefficients."""
-        per_element = 2 * (self.layer_width + self.laurel_rank) + self.streams
+        per_element = 2 * (self.layer_width + self.laurel_rank) + self.streams + self.scales
         return hidden_size * per_element + self.streams**2 + self.streams**3
 
     def model_parameters(self, hidden_size: int, num_layers: int) -> int:
         """Return the parameters outside of layers, without the lookup table."""
         per_layer = self.layer_width * (hidden_size * num_layers + 1) if self.layer_width else 0
-        return per_layer + 2 * max(self.streams - 1, 0) * hidden_size**2
+        of_input = 2 * hidden_size if self.scales else 0
+        return per_layer + 2 * max(self.streams - 1, 0) * hidden_size**2 + of_input
 
 
-def read_extra(reader: ConfigReader) -> ExtraSpec:
-    """Return the weights beside attention and MLP."""
+def read_extra(reader: ConfigReader, heads: HeadShape, attending: int, *, tied: bool) -> ExtraSpec:
+    """Return the weights beside attention and MLP.
+
+    Args:
+        reader: the config.
+        heads: of the model.
+        attending: number of layers with attention.
+        tied: whether weights that are equal in all checkpoints are stored once.
+    """
+    in_block, counted_twice = 0, 0
+    if reader.model_type in SHARED_BLOCKS:
+        hidden, width = reader.integer("hidden_size"), reader.integer("intermediate_size")
+        rank = reader.optional_integer("adapter_rank") or 0
+        of_attention = reader.flag("use_shared_attention_adapter", default=False)
+        adapters = rank * (hidden + 2 * width + 12 * hidden * of_attention)
+        inputs = hidden * heads.key_dim * (heads.query_heads + 2 * heads.kv_heads)
+        outputs = hidden * heads.key_dim * heads.query_heads
+        shared = 2 * inputs + outputs + 3 * hidden * width + 3 * hidden
+        num_blocks = reader.optional_integer("num_mem_blocks") or 1
+        in_block = hidden**2 + adapters + inputs + 3 * hidden
+        by_block = [len(range(block, attending, num_blocks)) for block in range(num_blocks)]
+        if tied:
+            counted_twice = shared * max(attending - num_blocks, 0)
+        else:  # each layer has the adapters of all layers of its block
+            counted_twice = adapters * (attending - sum(count**2 for count in by_block))
     return ExtraSpec(
+        in_block=in_block,
+        counted_twice=counted_twice,
+        scales=8 if reader.find("router_hidden_size") is not None else 0,
         layer_vocab=reader.optional_integer("vocab_size_per_layer_input") or 0,
         layer_width=reader.optional_integer("hidden_size_per_layer_input") or 0,
         laurel_rank=reader.optional_integer("laurel_rank") or 0,
@@ -995,7 +1036,10 @@ _IMPLIED: Mapping[str, Mapping[str, bool | int | str]] = {
         "sinks": ALL,
     },
     "mimo_v2_flash": {"sinks": IN_WINDOWS},
-    **{kind: {"layer_norms": 1} for kind in ("falcon_mamba", "mamba", "mamba2", "nemotron_h")},
+    **{
+        kind: {"layer_norms": 1}
+        for kind in ("falcon_mamba", "mamba", "mamba2", "nemotron_h", *SHARED_BLOCKS)
+    },
     "olmo2": {"query_key_norm": PER_PROJECTION},
     "olmo3": {"query_key_norm": PER_PROJECTION},
     "opt": _ALL_BIASES,
@@ -1156,6 +1200,7 @@ class ModelSpec:
         heads = _model_heads(reader, hidden_size, num_heads)
         extra_rows = LEARNED_POSITIONS.get(kind)
         layers, mixture = read_layers(reader, num_layers, heads), read_mixture(reader, num_layers)
+        tied = reader.flag("tie_word_embeddings", default=kind in TIED_BY_DEFAULT)
         alone = _layers_alone(reader)
         has_mlp = alone is None or NO_CACHE in alone
         dense_sizes = _dense_sizes(reader, layers, hidden_size) if has_mlp else (0,) * num_layers
@@ -1164,6 +1209,9 @@ class ModelSpec:
             dense_sizes = tuple(
                 size for size, kind in zip(dense_sizes, alone, strict=True) if kind == NO_CACHE
             )
+        elif kind in SHARED_BLOCKS:
+            of_layers = zip(dense_sizes, layers, strict=True)
+            dense_sizes = tuple(size for size, layer in of_layers if layer.attends)
         elif mixture is not None and kind not in DENSE_BESIDE_EXPERTS:
             sparse = _expert_layers(reader, num_layers)
             dense_sizes = tuple(s for layer, s in enumerate(dense_sizes) if layer not in sparse)
@@ -1179,7 +1227,7 @@ class ModelSpec:
             intermediate_size=widest,
             vocab_size=reader.integer("vocab_size"),
             max_positions=max_positions,
-            tied_embeddings=reader.flag("tie_word_embeddings", default=kind in TIED_BY_DEFAULT),
+            tied_embeddings=tied,
             gated_mlp=kind not in UNGATED,
             layers=layers,
             learned_positions=0 if extra_rows is None else max_positions + extra_rows,
@@ -1190,7 +1238,7 @@ class ModelSpec:
             dense_sizes=None
             if mixture is None and dense_sizes == (widest,) * num_layers
             else dense_sizes,
-            extra=read_extra(reader),
+            extra=read_extra(reader, heads, sum(layer.attends for layer in layers), tied=tied),
         )
 
     @property
@@ -1284,7 +1332,7 @@ class ModelSpec:
         """Number of parameters, experts, biases and norms included."""
         mixture = self.mixture
         if mixture is None:
-            return self._parameters(0)
+            return self._parameters(0) - self.extra.counted_twice
         unused = 2 * self.hidden_size * mixture.expert_size * mixture.zero_experts
         return self._parameters(mixture.num_experts) + mixture.num_layers * unused
 
@@ -1373,7 +1421,8 @@ class ModelSpec:
         output_bias = self.hidden_size if self.vectors.output_bias else 0
         gates = {PER_ELEMENT: outputs, PER_HEAD: self.hidden_size * heads.query_heads}
         gate = gates.get(self.vectors.output_gate, 0)
-        return qkv + outputs + vectors + output_bias + gate + state
+        block = self.extra.in_block if state else 0
+        return qkv + outputs + vectors + output_bias + gate + state + block
 
     @property
     def _other_parameters(self) -> int:
@@ -1400,6 +1449,9 @@ class ModelSpec:
         shared = self._one_mlp(self.mixture.shared_size) if self.mixture.shared_size else 0
         routed = self.mixture.num_experts + self.mixture.zero_experts
         router = (self.hidden_size + self.vectors.router_bias) * routed
+        if width := self.mixture.router_width:
+            router = width * (self.hidden_size + routed + 2 * width + 6)
+            dense -= width  # the first layer's router has no earlier one
         norms = self.vectors.expert_norms * self.vectors.norm_parameters(self.hidden_size)
         norms += self.hidden_size if self.vectors.shared_gate and shared else 0
         wide = experts * self._one_mlp(self.mixture.expert_size) + shared + router + norms
@@ -1471,7 +1523,7 @@ def _num_kv_heads(reader: ConfigReader, num_heads: int) -> int:
 
 
 def _head_dim(reader: ConfigReader, hidden_size: int, num_heads: int) -> int:
-    head_dim = reader.positive_integer("head_dim", "kv_channels")
+    head_dim = reader.positive_integer("head_dim", "attention_head_dim", "kv_channels")
     if head_dim is not None:
         return head_dim
     if hidden_size % num_heads:

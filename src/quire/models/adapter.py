@@ -25,7 +25,7 @@ states only; all other activations in memory are those of one forward.
 import contextvars
 import inspect
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -42,7 +42,14 @@ from transformers.activations import ACT2CLS
 from quire.errors import UnsupportedModel
 from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
-from quire.models.base import AttentionCall, Batch, Decoder, OwnValue, PagedAttention
+from quire.models.base import (
+    AttentionCall,
+    Batch,
+    Decoder,
+    OwnValue,
+    PagedAttention,
+    TokenByToken,
+)
 from quire.models.bridge import ATTENTION_NAME, install, register
 from quire.models.hidden_states import LastStates, note_hidden_states
 from quire.models.layer_source import LayerSource, decoder_layers
@@ -56,6 +63,7 @@ from quire.models.own_attention import (
     reference_attention,
 )
 from quire.models.packing import MappedFiles, pack_linears, trim_free_memory
+from quire.models.recurrent import why_not_by_token
 from quire.models.rope import RopeVariants, Rotations
 from quire.models.sharding import rank_spec
 from quire.models.support import refuse_class, refuse_config
@@ -126,8 +134,54 @@ def make_activations_rowwise(model: nn.Module) -> None:
                 setattr(parent, name, RowwiseActivation(child))
 
 
+@dataclass(frozen=True, slots=True)
+class _DrawnStates:
+    """States of sequences of one token each.
+
+    Attributes:
+        spec: of the model.
+        order: number of each sequence; its states depend on nothing else.
+    """
+
+    spec: ModelSpec
+    order: Tensor
+    length = 1
+
+    @property
+    def tokens(self) -> Tensor:
+        return torch.arange(len(self.order))
+
+    @property
+    def parts(self) -> tuple["_DrawnStates"]:
+        return (self,)
+
+    def begun(self, layer: int, part: "_DrawnStates") -> dict[str, Tensor]:
+        state, generator = self.spec.layers[layer].state, torch.Generator().manual_seed(_SEED)
+        assert state is not None, "a recurrent layer"
+        drawn = {
+            name: torch.randn(len(self.order), *shape, generator=generator)
+            for name, shape in state.shapes.items()
+        }
+        return {name: numbers[self.order] for name, numbers in drawn.items()}
+
+    load = begun
+
+    def rounded(self, layer: int, name: str, state: Tensor) -> Tensor:
+        return state
+
+    def store(self, layer: int, part: "_DrawnStates", states: Mapping[str, Tensor]) -> None:
+        return None
+
+
 class _OwnRow(OwnValue):
-    """Attention in which every row attends only to itself."""
+    """Attention in which every row attends only to itself, with a state of its own."""
+
+    def __init__(self, spec: ModelSpec, order: Tensor) -> None:
+        self._states = TokenByToken(_DrawnStates(spec, order))
+
+    @property
+    def states(self) -> TokenByToken:
+        return self._states
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         own = super().attend(call, query, key, value)
@@ -142,10 +196,11 @@ def rows_depend(decoder: Decoder, rows: int) -> str | None:
     ids = torch.randint(decoder.spec.vocab_size, (rows,), generator=generator)
     in_order = torch.arange(rows)
     positions = in_order % decoder.spec.max_positions
-    expected = decoder.forward(ids, positions, in_order, _OwnRow())
+    expected = decoder.forward(ids, positions, in_order, _OwnRow(decoder.spec, in_order))
     orders = (in_order.roll(1), in_order.flip(0), torch.randperm(rows, generator=generator))
     for order in orders:
-        found = decoder.forward(ids[order], positions[order], in_order, _OwnRow())
+        own = _OwnRow(decoder.spec, order)
+        found = decoder.forward(ids[order], positions[order], in_order, own)
         if not torch.equal(found, expected[order]):
             return (
                 f"with {torch.get_num_threads()} threads the logits of a token depend on its index "
@@ -337,7 +392,7 @@ class TransformersDecoder:
     def prepare_fixed_shapes(self, rows: int) -> str | None:
         with self._forward_lock.held():
             make_activations_rowwise(self.model)
-            return rows_depend(self, rows)
+            return why_not_by_token(self.model) or rows_depend(self, rows)
 
     def prepare_recomputation(self) -> str | None:
         """Prepare to recompute keys and values, and to pass each layer's attention its input.

@@ -6,7 +6,7 @@ engine's attention. A decoder stores no keys or values.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -105,6 +105,25 @@ class SequenceStates(Protocol[Part]):
     def store(self, layer: int, part: Part, states: Mapping[str, Tensor]) -> None:
         """Overwrite the states of a layer."""
         ...
+
+
+class StatesFromZeros(SequenceStates[Part], Protocol):
+    """Recurrent states that are also known where their sequences begin."""
+
+    def begun(self, layer: int, part: Part) -> dict[str, Tensor]:
+        """Return the states [rows, *shape] of a layer, by name; zeros where sequences begin."""
+        ...
+
+    def rounded(self, layer: int, name: str, state: Tensor) -> Tensor:
+        """Return a state [rows, *shape] as it is after it was stored; itself if nothing is lost."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenByToken:
+    """States that the tokens of a batch update one after the other; see `recurrent`."""
+
+    states: StatesFromZeros[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -340,7 +359,9 @@ class Comparable(Decoder, Protocol):
 class OwnValue:
     """Attention in which every token attends to itself only; for probes of a model."""
 
-    states = None  # each token is a sequence of its own
+    @property
+    def states(self) -> TokenByToken | None:
+        return None  # each token is a sequence of its own
 
     def attend(
         self,

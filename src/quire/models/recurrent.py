@@ -4,9 +4,19 @@ A recurrent module takes one sequence per row, and reads and writes its states t
 protocol of Transformers. Its `forward` is replaced by one that cuts the flat batch: all decoding
 rows run in one call, and each chunk of a prompt in one of its own. A decoding call changes the
 states that it reads in place, so each call gets copies, which are written back after it.
+
+With `TokenByToken` a module decodes every token, also of a prompt, and only the updates of states
+follow each other:
+
+    projections, gates, norms    of all tokens in one call, [tokens, 1, elements]
+    convolution, recurrence      the module's own update of one token, token by token
+
+Both have the same shapes in every batch, so that a token's bits depend on no other sequence and on
+no chunk.
 """
 
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.layout.model import CONV, RECURRENT_STATE
-from quire.models.base import SequenceStates
+from quire.models.base import SequenceStates, StatesFromZeros, TokenByToken
 
 
 class StateCache:
@@ -66,6 +76,74 @@ class StateCache:
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
+
+
+_UPDATE = re.compile(r"causal_conv1d_update|\w*selective_state_update|\w*recurrent\w*_delta_\w+")
+"""Functions of Transformers' modules that update a state by one token of each row."""
+
+_UPDATED = ("conv_state", "state", "initial_state")
+_WEIGHTS = frozenset({"weight", "bias", "A", "D", "dt_bias"})
+"""Their arguments: the state, and those that are not by row."""
+
+
+class TokenCache(StateCache):
+    """The cache of a decoding call whose rows are tokens of sequences, several of each.
+
+    Args:
+        states: [sequences, *shape], by name.
+        dtype: as in `StateCache`.
+        order: row and sequence of each token; tokens of a sequence in their order.
+        rounded: see `StatesFromZeros.rounded`.
+    """
+
+    def __init__(
+        self,
+        states: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        order: list[tuple[int, int]],
+        rounded: Callable[[str, Tensor], Tensor],
+    ) -> None:
+        super().__init__(states, dtype)
+        self._order, self._rounded = order, rounded
+
+    def update(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call a function of `_UPDATE` for one token after the other.
+
+        Rows without a token return zeros.
+        """
+        call = inspect.signature(function).bind(*args, **options)
+        rows = {
+            name: value
+            for name, value in call.arguments.items()
+            if isinstance(value, Tensor) and name not in _WEIGHTS
+        }
+        argument = next(name for name in _UPDATED if name in rows)
+        states, out = rows.pop(argument), None
+        name, seen = CONV if argument == "conv_state" else RECURRENT_STATE, set[int]()
+        for row, sequence in self._order:
+            state = states[sequence : sequence + 1]
+            if sequence in seen and (rounded := self._rounded(name, state)) is not state:
+                state.copy_(rounded)  # as if the token before it had been in another step
+            seen.add(sequence)
+            one = {name: value[row : row + 1].clone() for name, value in rows.items()}
+            call.arguments.update(one, **{argument: state})
+            found = function(*call.args, **call.kwargs)
+            if isinstance(found, tuple):
+                found, new = found
+                state.copy_(new)
+            if out is None:
+                out = found.new_zeros(len(next(iter(rows.values()))), *found.shape[1:])
+            out[row] = found[0]
+        return (out, states) if argument == "initial_state" else out
+
+
+def why_not_by_token(model: nn.Module) -> str | None:
+    """Return why a model's recurrent layers cannot run with `TokenByToken`; None: they can."""
+    for module in filter(is_recurrent, model.modules()):
+        names = inspect.unwrap(type(module).forward).__code__.co_names
+        if not any(map(_UPDATE.fullmatch, names)):
+            return f"{type(module).__name__} has no function that updates its state by one token"
+    return None
 
 
 def is_recurrent(module: nn.Module) -> bool:
@@ -138,20 +216,30 @@ def continued(
 ) -> Callable[..., Any]:
     """Return the forward of a module; a selective scan of several tokens begins with its state."""
     forward = inspect.unwrap(type(module).forward)
+    if isinstance(cache, TokenCache):
+        names = filter(_UPDATE.fullmatch, forward.__code__.co_names)
+        updates = {name: partial(cache.update, forward.__globals__[name]) for name in names}
+        return _with_globals(module, forward, updates)
     if cache is None or inputs.shape[1] == 1 or _SCAN not in forward.__code__.co_names:
         return original
     state = cache.states.get(RECURRENT_STATE)
     by_head = None
     if state is not None:  # scans of several heads follow each other
         by_head = iter([state] if state.ndim == 3 else state.unbind(1))
-    scan = partial(selective_scan, initial=by_head)
-    scope = {**forward.__globals__, _SCAN: scan}
+    return _with_globals(module, forward, {_SCAN: partial(selective_scan, initial=by_head)})
+
+
+def _with_globals(
+    module: nn.Module, forward: Any, replaced: Mapping[str, Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Return the forward of a module with other functions of its file."""
+    scope = {**forward.__globals__, **replaced}
     own = types.FunctionType(forward.__code__, scope, argdefs=forward.__defaults__)
     return partial(own, module)
 
 
 def run_recurrent(
-    states: SequenceStates[Any] | None,
+    states: SequenceStates[Any] | TokenByToken | None,
     layer: int,
     hidden: Tensor,
     run: Callable[[Tensor, StateCache | None], Tensor | tuple[Tensor, ...]],
@@ -173,6 +261,8 @@ def run_recurrent(
         if isinstance(alone, Tensor):
             return alone.transpose(0, 1)
         return tuple(each.transpose(0, 1) for each in alone)
+    if isinstance(states, TokenByToken):
+        return _run_by_token(states.states, layer, hidden, run)
     out: list[Tensor] = []
     several = False
     for part in states.parts:
@@ -186,3 +276,27 @@ def run_recurrent(
             whole[0, part.tokens] = each.flatten(0, 1)
         states.store(layer, part, cache.states)
     return tuple(out) if several else out[0]
+
+
+def _run_by_token(
+    states: StatesFromZeros[Any],
+    layer: int,
+    hidden: Tensor,
+    run: Callable[[Tensor, StateCache | None], Tensor | tuple[Tensor, ...]],
+) -> Tensor | tuple[Tensor, ...]:
+    order: list[tuple[int, int]] = []
+    begins = [0]
+    for part in states.parts:
+        rows = part.tokens.tolist()
+        order += ((row, begins[-1] + n // part.length) for n, row in enumerate(rows))
+        begins.append(begins[-1] + len(rows) // part.length)
+    loaded = [states.begun(layer, part) for part in states.parts]
+    together = {name: torch.cat([each[name] for each in loaded]) for name in loaded[0]}
+    cache = TokenCache(together, hidden.dtype, order, partial(states.rounded, layer))
+    found = run(hidden.transpose(0, 1), cache)
+    for part, begin, end in zip(states.parts, begins, begins[1:], strict=False):
+        after = {name: state[begin:end] for name, state in cache.states.items()}
+        states.store(layer, part, after)
+    if isinstance(found, Tensor):
+        return found.transpose(0, 1)
+    return tuple(each.transpose(0, 1) for each in found)

@@ -9,7 +9,7 @@ from quire.api.llm import LLM
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.errors import ConfigError, UnsoundCombination
+from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
 from quire.models.loader import load_model
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -227,11 +227,6 @@ def test_states_are_stored_in_less_bytes_with_the_error_of_their_codec(loaded, c
     assert ((found - exact).abs() <= 1.002 * within + exact.abs() / 256 + 1e-6).all()
     assert not torch.equal(found, exact)
     assert num_bytes <= 0.51 * exact_bytes + 64
-
-
-def test_batch_invariance_is_refused(loaded):
-    with pytest.raises(UnsoundCombination, match="--batch-invariant"):
-        Engine(loaded, kv_config(memory="4MiB"), ScheduleConfig(batch_invariant=True))
 
 
 def test_an_edited_last_message_computes_itself_and_less_than_a_block(loaded):

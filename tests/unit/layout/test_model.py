@@ -533,7 +533,7 @@ def test_embeddings_of_layers_are_looked_up():
 HYBRIDS = (
     *("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "jamba", "kimi_linear", "lara_mini"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe"),
-    *("lfm3", "bailing_hybrid", "mamba", "mamba2", "falcon_mamba"),
+    *("lfm3", "bailing_hybrid", "mamba", "mamba2", "falcon_mamba", "zamba", "zamba2", "zaya"),
 )
 
 
@@ -557,6 +557,23 @@ def test_states_and_parameters_of_hybrids_equal_those_of_transformers(kind: str)
         or layer_type == "hybrid"
         for layer_type in config.layer_types
     ]
+
+
+@pytest.mark.parametrize("kind", ["zamba", "zamba2"])
+def test_shared_blocks_count_once(kind: str):
+    tiny = config_of(kind)
+    keys = without(tiny.to_dict(), "layer_types", "hybrid_layer_ids", "model_type") | {
+        "layers_block_type": [*tiny.layers_block_type, "hybrid"],
+        "num_hidden_layers": 5,
+        "tie_word_embeddings": True,
+        "num_mem_blocks": 2 if kind == "zamba2" else 1,
+    }
+    config = AutoConfig.for_model(kind, **keys)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    spec = ModelSpec.from_config(json.loads(config.to_json_string(use_diff=False)))
+
+    assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(

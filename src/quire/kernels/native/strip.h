@@ -25,10 +25,11 @@ typedef struct {
     } piece[STRIP]; /* slots of one page */
 } strip;
 
-/* Locate the slots of the strip that contains `slot`, from `slot` on and below `end`. */
+/* Locate the slots of a strip, from `slot` on and below `end`. Strips begin at the first slot that is visible: that of
+ * a window has another number when earlier pages are freed, and the order of the sums must not change. */
 static void point_strip(const attention_args *a, const lane *l, int64_t slot, int64_t end, strip *s) {
     int64_t key_bytes = a->key_coding.vector_bytes, value_bytes = a->value_coding.vector_bytes;
-    int64_t last = (slot / STRIP + 1) * STRIP < end ? (slot / STRIP + 1) * STRIP : end;
+    int64_t last = slot + STRIP < end ? slot + STRIP : end;
     s->slot = slot, s->count = (int)(last - slot), s->num_pieces = 0;
     for (int i = 0; i < s->count; s->num_pieces++) {
         place p = s->piece[s->num_pieces].at = place_of(a, l, slot + i);

@@ -133,7 +133,7 @@ static void walk_codes(const attention_args *a, walk *const *walks, int heads, c
         lane own = *l;
         own.first_record += h * a->page_tokens;
         for (int64_t at = slot, next; at < end; at = next) {
-            next = (at / TILE + 1) * TILE < end ? (at / TILE + 1) * TILE : end;
+            next = at + TILE < end ? at + TILE : end;
             walk_tile_decoded(a, walks[h], &own, at, (int)(next - at));
         }
     }
