@@ -18,12 +18,21 @@ in one call, then single tokens:
 
 | case | two requests with the same first 208 tokens |
 |---|---|
-| ample | together, in ample KV memory |
+| ample | together, in ample KV memory, each prompt in one chunk |
 | tight | one is preempted, and its KV is recomputed |
 | chunks of 7, chunks of 64 | prompts are prefilled in chunks of this many tokens |
 | prefix | the second finds the first one's prefix in the prefix cache |
 | swap | one is swapped out and in again |
 | n=2 | two sampled outputs of one prompt; Transformers computes their tokens in one call |
+
+In these cases of types with recurrent states, the same holds:
+
+| case | what runs |
+|---|---|
+| n=4 | four sampled outputs of one prompt |
+| beams | three beams of 8 tokens; their scores equal those of a search without a cache |
+| disk | a prompt whose prefix another engine stored on disk before it ended |
+| chunks of 1 | as above |
 
 In these cases, the backend that `--attention auto` selects is compared with the plain reference
 backend, both with the same tokens:
@@ -64,7 +73,7 @@ def _counts(totals: dict[str, int]) -> str:
 
 def _equal(tested: list[dict[str, Any]]) -> str:
     """Equal types, with the kinds of their layers' caches and what works."""
-    names = list(tested[0]["cases"])
+    names = list(max((one["cases"] for one in tested), key=len))
     notes: dict[str, int] = {}
     rows = []
     for one in tested:

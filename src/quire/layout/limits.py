@@ -388,22 +388,25 @@ RECURRENT = Refusal(
     instead=_OTHER_STATES,
 )
 LIGHTNING = Refusal(
-    reason="its lightning attention keeps its state in a cache class of its own (MiniMaxCache), "
-    "outside of conv and recurrent states, and begins with zeros in a call of several tokens",
+    reason="its lightning attention keeps the state of a layer, [heads, head_dim, head_dim], in a "
+    "cache class of its own (MiniMaxCache.linear_cache), outside of conv and recurrent states, and "
+    "continues it token by token instead of by blocks",
     instead=_OTHER_STATES,
 )
 MODULE_STATES = Refusal(
-    reason="its recurrent blocks keep their states in attributes of their modules "
-    "(recurrent_states, conv1d_state), one batch for the whole model",
+    reason="its recurrent blocks keep their states in attributes of their modules (conv1d_state, "
+    "and rg_lru.recurrent_states), those of one batch, and a call of several tokens begins its "
+    "convolution without them",
     instead=_OTHER_STATES,
 )
 LISTED_STATES = Refusal(
-    reason="its states are five tensors of all layers, an argument of the model (state), not a "
-    "cache",
+    reason="its states are five tensors of all layers [rows, elements, layers] (two last inputs, "
+    "numerators, denominators and maxima), an argument of the model (state), not a cache",
     instead=_OTHER_STATES,
 )
 CELL_STATES = Refusal(
-    reason="its states are three tensors of each layer in a cache class of its own (xLSTMCache)",
+    reason="its states are three tensors of each layer (matrix memory, normalizer and maximum) in "
+    "a cache class of its own (xLSTMCache.rnn_state), which blocks receive as an argument (state)",
     instead=_OTHER_STATES,
 )
 ENCODER_DECODER = Refusal(
