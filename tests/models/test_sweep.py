@@ -39,7 +39,7 @@ SAMPLE = (
 SAMPLED_CASES = ("tight", "chunks of 7")
 WITH_CODES = ("llama", "bloom", "mimo_v2_flash")  # the plain backend is slow
 LONG = ("deepseek_v3", "longcat_flash", "minicpm3")
-MIN_EQUAL = 128
+MIN_EQUAL = 130
 
 KNOWN = json.loads((ROOT / RESULTS).read_text())
 BY_TYPE = {one["type"]: one for one in KNOWN["types"]}
@@ -72,7 +72,7 @@ def test_logits_of_2000_tokens_in_chunks_equal_those_of_one_call(
     assert difference(recorder.logits("r0"), scan(model, prompt, forced)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "jamba", "zaya"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "jamba", "zaya", "minimax"])
 def test_hybrids_in_bfloat16_differ_by_less_than_their_rounding(model_type, tmp_path):
     """Convolutions are stored in the type of the model, states of scans in float32."""
     model = build(model_type).to(torch.bfloat16)

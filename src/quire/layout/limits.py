@@ -387,12 +387,6 @@ RECURRENT = Refusal(
     reason="its recurrent layers are of a kind that Quire does not know",
     instead=_OTHER_STATES,
 )
-LIGHTNING = Refusal(
-    reason="its lightning attention keeps the state of a layer, [heads, head_dim, head_dim], in a "
-    "cache class of its own (MiniMaxCache.linear_cache), outside of conv and recurrent states, and "
-    "continues it token by token instead of by blocks",
-    instead=_OTHER_STATES,
-)
 MODULE_STATES = Refusal(
     reason="its recurrent blocks keep their states in attributes of their modules (conv1d_state, "
     "and rg_lru.recurrent_states), those of one batch, and a call of several tokens begins its "
@@ -473,7 +467,6 @@ LENGTH_DEPENDENT_ROPE = Refusal(
 
 _BY_NAME: tuple[tuple[Refusal, str], ...] = (
     (COMPRESSED, "deepseek_v4"),
-    (LIGHTNING, "minimax"),
     (MODULE_STATES, "recurrent_gemma"),
     (LISTED_STATES, "rwkv"),
     (CELL_STATES, "xlstm"),

@@ -432,6 +432,11 @@ def _state(reader: ConfigReader) -> StateSpec | None:
             recurrent=(heads, dim, dim),
             parameters=projections + 3 * width * kernel + heads + width + dim,
         )
+    if reader.find("linear_attn_alpha_factor") is not None:  # MiniMax's lightning attention
+        heads = reader.integer("num_attention_heads")
+        dim = reader.positive_integer("head_dim") or hidden // heads
+        parameters = heads * dim * (5 * hidden + 1)
+        return StateSpec(recurrent=(heads, dim, dim), parameters=parameters)
     kernel = reader.positive_integer("conv_L_cache") or 0
     if kernel:  # gated short convolution
         return StateSpec(conv=(hidden, kernel), parameters=hidden * (4 * hidden + kernel))

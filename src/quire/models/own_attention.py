@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from quire.kernels.backend import Alibi, TokenIndex
 from quire.kernels.latent import LatentHeads, TiedHeads
 from quire.layout.config import ATTENTION_FREE, PARTIAL_ROPE
-from quire.models.recurrent import StateCache, continued, is_recurrent, run_recurrent
+from quire.models.recurrent import StateCache, continued, is_lightning, is_recurrent, run_recurrent
 
 Attend = Callable[..., tuple[Tensor, None]]
 """Attention of a module, called as by Transformers; see `bridge.attend_through_bridge`."""
@@ -351,6 +351,9 @@ def restore_recurrent(model: nn.Module) -> None:
 def _over_states(
     module: Any, original: Callable[..., Any], current: Callable[[], Any]
 ) -> Callable[..., Any]:
+    arguments = ("position_embeddings", "attention_mask") if is_lightning(module) else ()
+    unused: dict[str, Any] = dict.fromkeys(arguments)
+
     @functools.wraps(original)
     def forward(hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         attention = current()
@@ -359,9 +362,11 @@ def _over_states(
         # positions and lengths in the options are those of the flat batch
 
         def run(inputs: Tensor, cache: StateCache | None) -> Any:
-            return continued(module, original, inputs, cache)(inputs, cache=cache)
+            found = continued(module, original, inputs, cache)(inputs, cache=cache, **unused)
+            return found[0] if unused else found
 
-        return run_recurrent(attention.states, module.layer_idx, hidden_states, run)
+        found = run_recurrent(attention.states, module.layer_idx, hidden_states, run)
+        return (found, None) if unused else found
 
     return forward
 

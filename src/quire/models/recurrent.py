@@ -39,6 +39,7 @@ class StateCache:
     """
 
     def __init__(self, states: Mapping[str, Tensor] | None, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self.states = {
             name: state.to(dtype) if name == CONV or state.ndim == 2 else state
             for name, state in (states or {}).items()
@@ -70,6 +71,14 @@ class StateCache:
     ) -> Tensor:
         self.states[RECURRENT_STATE] = recurrent_states
         return recurrent_states
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Return MiniMax's state, which its module computes in the type of its inputs."""
+        state = self.states.get(RECURRENT_STATE)
+        return None if state is None else state.to(self.dtype)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.states[RECURRENT_STATE] = linear_cache
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
         return bool(self.states)
@@ -147,9 +156,14 @@ def why_not_by_token(model: nn.Module) -> str | None:
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """Whether a module updates a recurrent state through the cache protocol."""
-    forward = inspect.unwrap(type(module).forward)
-    return "update_conv_state" in forward.__code__.co_names
+    """Whether a module updates a recurrent state through a cache."""
+    names = inspect.unwrap(type(module).forward).__code__.co_names
+    return "update_conv_state" in names or is_lightning(module)
+
+
+def is_lightning(module: nn.Module) -> bool:
+    """Whether a module is MiniMax's attention with a state; it returns the state beside outputs."""
+    return "set_linear_cache" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
 _SCAN = "mamba_selective_scan"

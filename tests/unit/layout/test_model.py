@@ -534,6 +534,7 @@ HYBRIDS = (
     *("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "jamba", "kimi_linear", "lara_mini"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe"),
     *("lfm3", "bailing_hybrid", "mamba", "mamba2", "falcon_mamba", "zamba", "zamba2", "zaya"),
+    "minimax",
 )
 
 
