@@ -90,6 +90,15 @@ def test_no_batch_chunk_or_turn_changes_a_bit_of_a_hybrid(architecture):
         assert bool(found.seen["num_swaps"]) == (preempt == "swap")
 
 
+@pytest.mark.parametrize("states", ["bfloat16", "int8"])
+def test_chunks_change_no_bit_of_a_hybrid_whose_states_are_rounded(states):
+    model, kv = model_of("bamba"), {"codec": f"none+states={states}"}
+    expected = run(model, [2], kv)
+
+    check_equal(run(model, [2], kv, chunk_tokens=7), expected)
+    assert run(model, [2]).logprobs != expected.logprobs
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", range(len(PATHS)), ids=PATHS.__getitem__)
 def test_no_batch_changes_a_bit_on_any_path_of_the_c_library(path, monkeypatch):
