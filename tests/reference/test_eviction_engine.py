@@ -535,6 +535,7 @@ def test_rules_on_latents_retain_what_attention_to_heads_retains(model, name):
         ("int8/int8", "none"),
         ("int8+sinks=4+residual=16", "recent:cap=32,every=4"),
         ("int4_page/int4:group=4", "h2o:cap=40,every=8,granularity=page"),
+        ("int4_page/int4", "keydiff:cap=40,every=8"),
         ("int4+residual=16+promoted=8:int4", "h2o:cap=40,every=8"),
         ("int8+plain_layers=1", "h2o:cap=40,every=8"),
     ],

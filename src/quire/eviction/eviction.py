@@ -102,10 +102,11 @@ class PolicyEvictor(Evictor):
         self._ranks = ranks
         groups = [table.group for table in lanes.tables]
         self._promotions = {group.name: _promotion_of(kv, group.name) for group in groups}
-        self._mover = None
-        for group in groups:
-            if group.page_class.per_page:
-                self._mover = Resealing(kv, group.name, scratch_bytes)
+        self._movers = {
+            group.name: Resealing(kv, group.name, scratch_bytes)
+            for group in groups
+            if group.page_class.per_page
+        }
         self._unread: list[EvictedTokens] = []  # of the last call, and of the calls before
         self._settling: list[EvictedTokens] = []
 
@@ -163,7 +164,7 @@ class PolicyEvictor(Evictor):
             or eviction.keeps_order
             or eviction.budget.ragged
             or (self._ranks.size > 1 and not policy.lanes_apart)
-            or self._mover is not None
+            or bool(self._movers)
             or any(self._promotions.values())
             or self._kv.memory.listeners.reads_moves
             or any(self._is_offloaded(request, table.group) for table in self._lanes.tables)
@@ -356,7 +357,7 @@ class PolicyEvictor(Evictor):
             promotion = self._promotions[one.group.name]
             if promotion is not None and one.promoted is not None:
                 promotion.put(one.reader, one.retained, one.promoted)
-        commit_compaction(self._kv.memory, *plans, mover=self._mover)
+        commit_compaction(self._kv.memory, *plans, movers=self._movers)
 
     def _repeated(self, request: Request, group: LaneGroup, entry: EvictionEntry) -> RetainedSlots:
         """Return the slots of a lane group that a recorded entry retains and promotes."""

@@ -16,6 +16,7 @@ retain different numbers of slots.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -249,9 +250,15 @@ class SlotMover(Protocol):
 def commit_compaction(
     memory: KVMemory,
     *plans: CompactionPlan,
-    mover: SlotMover | None = None,
+    movers: Mapping[str, SlotMover] = MappingProxyType({}),
 ) -> None:
-    """Execute all plans or none: copy shared pages, move slots, free pages."""
+    """Execute all plans or none: copy shared pages, move slots, free pages.
+
+    Args:
+        memory: with the rows of the plans.
+        plans: one for each row and lane group.
+        movers: of lane groups whose pages are encoded as a whole, by name.
+    """
     shared, needed = [], dict.fromkeys(memory.pools, 0)
     for plan in plans:
         table = memory.tables[plan.group]
@@ -276,7 +283,7 @@ def commit_compaction(
                 memory.offloaded.compact(plan.row, name, plan.moves, pages, plan.offloaded)
                 table.num_slots[plan.row] = plan.keep_slots
                 continue
-            _move(memory, table, plan, mover)
+            _move(memory, table, plan, movers.get(plan.group))
             if plan.kept_columns is None:
                 freed = cut_slots(table, np.array([plan.row]), plan.keep_slots[None])
             else:

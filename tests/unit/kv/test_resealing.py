@@ -65,7 +65,7 @@ def evict(checked: CheckedMemory, row: int, kind: Kind, share: float = 0.3) -> N
     if kind is Kind.KEEP_ORDER:  # all lanes retain as many
         keep[:] = keep[:1]
     plan = plan_compaction(checked.memory, "full", row, keep, kind)
-    commit_compaction(checked.memory, plan, mover=Resealing(checked.kv, "full", 1))
+    commit_compaction(checked.memory, plan, movers={"full": Resealing(checked.kv, "full", 1)})
     checked.memory.check()
 
 
@@ -136,7 +136,7 @@ def test_a_page_without_moved_slots_keeps_its_codes():
     mover = Resealing(checked.kv, "full", 1 << 20)
 
     commit_compaction(
-        checked.memory, plan_compaction(checked.memory, "full", row, keep), mover=mover
+        checked.memory, plan_compaction(checked.memory, "full", row, keep), movers={"full": mover}
     )
 
     after = read(checked, row)
@@ -185,7 +185,7 @@ def test_tokens_of_the_last_page_are_in_full_precision_until_it_is_full():
     before = read(checked, row)
 
     plan = plan_compaction(checked.memory, "full", row, keep, Kind.KEEP_ORDER)
-    commit_compaction(checked.memory, plan, mover=Resealing(checked.kv, "full", 1 << 20))
+    commit_compaction(checked.memory, plan, movers={"full": Resealing(checked.kv, "full", 1 << 20)})
 
     after = read(checked, row)
     assert all(torch.equal(after[0, p], before[0, p]) for p in (0, 1, 2, 3, 5, 6, 9))
