@@ -31,8 +31,8 @@ from support.snippets import ROOT
 
 SAMPLE = (
     *("llama", "mistral", "gpt_oss", "gpt2", "mixtral", "laguna", "bloom"),
-    *("gemma3n_text", "gemma4_text", "llama4_text", "mimo_v2_flash", "diffllama"),
-    *("deepseek_v3", "glm_moe_dsa", "qwen3_next", "bamba", "jamba", "mamba2"),
+    *("gemma3n_text", "gemma4_text", "gemma4_unified_text", "llama4_text", "mimo_v2_flash"),
+    *("diffllama", "deepseek_v3", "glm_moe_dsa", "qwen3_next", "bamba", "jamba", "mamba2"),
 )
 """Every kind of cache, positions and heads: see the table of docs/reference/models.md."""
 
