@@ -11,7 +11,10 @@ import torch
 from models.cases import (
     EQUAL,
     FAILED,
+    LONGEST,
+    NEW_TOKENS,
     NOT_TESTED,
+    PROMPT_TOKENS,
     REFUSED,
     TOLERANCE,
     Recorder,
@@ -21,9 +24,11 @@ from models.cases import (
 from models.command import RESULTS, main, read
 from models.reference import decode, difference, random_tokens, scan
 from models.tiny import SIZES, TYPES, build, config_of
+from quire.cli.plan_report import PlanOptions, plan_report
 from quire.config.generation_request import GenerationRequest
 from quire.engine.core import Engine
 from quire.models.loader import load_model
+from quire.plan.capacity import Workload
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.engines import greedy
 from support.kv_options import kv_config
@@ -97,6 +102,21 @@ def test_every_type_has_the_committed_result(model_type):
     found = run_type(model_type)
 
     assert found.result == BY_TYPE[model_type]["result"], found.why
+
+
+@pytest.mark.parametrize("model_type", [t for t in TYPES if BY_TYPE[t]["result"] == EQUAL])
+def test_every_equal_type_is_planned(model_type, tmp_path):
+    config_of(model_type).save_pretrained(tmp_path)
+    options = PlanOptions(
+        memory_bytes=64 << 30,
+        kv_codec="int4+residual=32+sinks=4",
+        sequence_tokens=LONGEST,
+        workload=Workload(input_tokens=PROMPT_TOKENS, output_tokens=NEW_TOKENS, batch=4),
+    )
+    report = plan_report(tmp_path, options)
+
+    assert report.capacity.sequences > 0
+    assert report.kv_bytes_per_token or report.state_bytes
 
 
 def test_results_have_all_types_and_none_that_fails():
