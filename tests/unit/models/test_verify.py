@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from models import tiny
 from quire.errors import ModelError, UnsupportedModel
 from quire.layout.model import LayerSpec, ModelSpec
 from quire.models import bridge
@@ -96,6 +97,25 @@ def test_window_that_differs_from_the_config_is_detected() -> None:
     decoder = DecoderWithSpec(zoo.build("mistral"), layers=layers)
 
     with pytest.raises(UnsupportedModel, match=r"layer 1 calls .* window 8, .* config has None"):
+        compare_with_transformers(decoder)
+
+
+def test_chunk_that_differs_from_the_config_is_detected() -> None:
+    """Chunks of 64 tokens, not of 32: a test prompt goes beyond the end of the first one."""
+    model = tiny.build("llama4_text")
+    layers = ModelSpec.from_config(model.config.to_dict()).layers
+    changed = tuple(replace(layer, chunk=layer.chunk and 32) for layer in layers)
+    decoder = DecoderWithSpec(model, layers=changed)
+
+    with pytest.raises(UnsupportedModel, match=r"on 11 of 43 positions .* first at position 32"):
+        compare_with_transformers(decoder)
+
+
+def test_other_scale_of_a_layer_that_reads_keys_of_another_is_detected() -> None:
+    decoder = TransformersDecoder(zoo.build("gemma4"))
+    decoder.model.model.layers[-1].self_attn.scaling = 0.5
+
+    with pytest.raises(UnsupportedModel, match=r"calls attention with scale 0.5, but .* has 1.0"):
         compare_with_transformers(decoder)
 
 
