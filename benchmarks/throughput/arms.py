@@ -132,7 +132,7 @@ class StaticArm:
         self._model: Any = model  # its generation is not typed
         self._workload, self._spec = workload, spec
         ids = torch.tensor(workload.prompt_ids())
-        self._calls = [ids] if together else list(ids.split(1))
+        self._calls = [ids] if together else [row[None] for row in ids]
         # the model's own generation config would set an end token
         self._model.generation_config.eos_token_id = None
 
