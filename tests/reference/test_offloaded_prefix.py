@@ -697,5 +697,5 @@ def test_the_explanation_says_why_no_kv_is_recomputed():
 
 
 def test_a_model_without_enough_full_attention_layers_is_rejected():
-    with pytest.raises(ConfigError, match="no more than two layers with full attention"):
+    with pytest.raises(ConfigError, match="layers with full attention and pages of one size"):
         Engine(load("qwen3"), kv_config(memory="8MiB", offload_memory="1MiB"), ScheduleConfig())

@@ -52,7 +52,7 @@ def stream_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
     if not any(map(can_be_offloaded, layout.groups)):
         raise ConfigError(
             "--kv-offload-memory stages two layers in the KV memory, and this model has no more "
-            "than two layers with full attention; leave it out"
+            "than two layers with full attention and pages of one size; leave it out"
         )
     free_bytes = free_device_bytes(torch.device("cpu")) - (config.swap_space or 0)
     if requested_bytes > free_bytes:
