@@ -30,7 +30,7 @@ def test_a_mended_case_stays_mended(line):
     were recomputed with a rotation that was more exact than the model's, and had other codes.
 
     680337: KV was swapped in to pages that prompts computed layer by layer were to take in the same
-    step.
+    step. 690244: a swapped tail with full-precision tokens of its own did not fit beside its head.
     """
     outcome = run_case(from_json(line))
 

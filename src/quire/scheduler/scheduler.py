@@ -434,9 +434,10 @@ class Scheduler:
         1  the requests after it are preempted, one by one
         2  swapped requests free the offload memory that they occupy; they are recomputed later
         3  its cached prefix is unpinned, its pages are compacted, its staging slots are halved
-        4  other members of its group are split off
-        5  its cached prefix, which it holds in all layers at once, is freed and computed again
-        6  it fails; other requests are unaffected
+        4  its swapped tail, which does not fit beside its head, is freed; it is recomputed
+        5  other members of its group are split off
+        6  its cached prefix, which it holds in all layers at once, is freed and computed again
+        7  it fails; other requests are unaffected
 
         The first request is the first by `Request.order`, regardless of tenants' shares. Shares
         change with the running requests, so two requests could preempt each other forever.
@@ -456,6 +457,9 @@ class Scheduler:
             if not plan.requests:
                 free_pages(first)
                 self._plan_first(plan, first)
+        if not plan.requests and first.memory.head_tokens is not None:
+            preempter.free_swapped(first)
+            self._plan_first(plan, first)
         while not plan.requests and self._forks.split_off(first):
             self._plan_first(plan, first)
         if not plan.requests and self._is_by_layer(first) and first.progress.num_computed:
