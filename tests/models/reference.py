@@ -28,7 +28,12 @@ class Expected:
 
 @torch.inference_mode()
 def decode(
-    model: PreTrainedModel, prompt: Sequence[int], num_tokens: int, *, shifted_by: int = 0
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    num_tokens: int,
+    *,
+    shifted_by: int = 0,
+    given: Sequence[int] = (),
 ) -> Expected:
     """Decode greedily.
 
@@ -37,12 +42,14 @@ def decode(
         prompt: token ids.
         num_tokens: length of the output.
         shifted_by: added to the positions of output tokens: wrong unless 0.
+        given: the first output tokens, in place of the most likely ones.
     """
     tokens, positions, rows = list(prompt), list(range(len(prompt))), []
     out = _forward(model, tokens, positions)
     while len(rows) < num_tokens:
         rows.append(out.logits[0, -1].float())
-        tokens.append(int(rows[-1].argmax()))
+        found = given[len(rows) - 1] if len(rows) <= len(given) else int(rows[-1].argmax())
+        tokens.append(found)
         positions.append(len(tokens) - 1 + shifted_by)
         cache = getattr(out, "cache", None)  # OpenAI's GPT has none
         begin = 0 if cache is None else -1
