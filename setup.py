@@ -103,7 +103,8 @@ setup(
         Extension(
             "quire.kernels.native._attention",
             sources=[
-                f"{NATIVE}/{name}.c" for name in ("attention", "linear", "rows", "sample", "select")
+                f"{NATIVE}/{name}.c"
+                for name in ("attention", "linear", "recurrent", "rows", "sample", "select")
             ],
             depends=sorted(glob(f"{NATIVE}/*.h")),
             extra_compile_args=FLAGS,

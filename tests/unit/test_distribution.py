@@ -205,7 +205,7 @@ def small_tree(tmp_path: Path) -> Path:
     (tree / "deploy").mkdir()
     (tree / "deploy/compose.yaml").touch()
     (tree / "src/quire/version.py").write_text(f"__version__ = '{__version__}'\n")
-    for name in ("attention", "linear", "rows", "sample", "select"):
+    for name in ("attention", "linear", "recurrent", "rows", "sample", "select"):
         (native / f"{name}.c").write_text(f"int quire_{name}(void) {{ return 0; }}\n")
     for path in (native / "_attention.cpython-311.so", tree / "tests/test_a.py", tree / "out/a.md"):
         path.parent.mkdir(exist_ok=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.kernels.coded import CodedPlanes
 from quire.kernels.device_copies import to_device
+from quire.kernels.native.recurrent import PagedState
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.paged_kv import PagedKV
 
@@ -82,6 +83,16 @@ class StepStates:
             for name, of in coded.items()
         }
 
+    def in_pages(self, layer: int, part: StatePart) -> dict[str, PagedState] | None:
+        """Return states in float32 in their pages on a CPU; None for others, and new ones."""
+        if part.is_fresh or self._kv.store.device.type != "cpu":
+            return None
+        pages, coded, shapes = self._place(layer, part)
+        planes = {name: of.planes[0] for name, of in coded.items()}
+        if any(plane.dtype != torch.float32 for plane in planes.values()):
+            return None
+        return {name: PagedState(planes[name], pages, shapes[name]) for name in planes}
+
     def rounded(self, layer: int, name: str, state: Tensor) -> Tensor:
         """Return a state [rows, *shape] as it is after it was stored."""
         group, _ = self._kv.states[layer]
@@ -107,7 +118,7 @@ class StepStates:
         rows = self._batch.rows[part.rows]
         first, count = index * group.lanes_per_layer, group.lanes_per_layer
         table = self._kv.memory.tables[group.name].pages
-        pages = self._tensor(table[rows, first : first + count, 0])
+        pages = self._tensor(table[rows, first : first + count, 0]).contiguous()
         return pages, self._kv.state_planes[group.name], group.state.shapes
 
     def _tensor(self, numbers: NDArray[np.generic]) -> Tensor:

@@ -20,6 +20,7 @@ from quire.kernels.backend import (
     LatentProjections,
     TokenIndex,
 )
+from quire.kernels.native.recurrent import PagedState
 from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
 from quire.models.rotary import Rotary
@@ -102,6 +103,10 @@ class SequenceStates(Protocol[Part]):
         """Return the states [rows, *shape] of a layer, by name; None where sequences begin."""
         ...
 
+    def in_pages(self, layer: int, part: Part) -> Mapping[str, PagedState] | None:
+        """Return the states of a layer where they are; None if they begin, or are elsewhere."""
+        ...
+
     def store(self, layer: int, part: Part, states: Mapping[str, Tensor]) -> None:
         """Overwrite the states of a layer."""
         ...
@@ -147,6 +152,9 @@ class OneSequence:
         return (self,)
 
     def load(self, layer: int, part: "OneSequence") -> None:
+        return None
+
+    def in_pages(self, layer: int, part: "OneSequence") -> None:
         return None
 
     def store(self, layer: int, part: "OneSequence", states: Mapping[str, Tensor]) -> None:

@@ -365,7 +365,7 @@ def _over_states(
             found = continued(module, original, inputs, cache)(inputs, cache=cache, **unused)
             return found[0] if unused else found
 
-        found = run_recurrent(attention.states, module.layer_idx, hidden_states, run)
+        found = run_recurrent(module, attention.states, module.layer_idx, hidden_states, run)
         return (found, None) if unused else found
 
     return forward

@@ -3,7 +3,9 @@
 A recurrent module takes one sequence per row, and reads and writes its states through the cache
 protocol of Transformers. Its `forward` is replaced by one that cuts the flat batch: all decoding
 rows run in one call, and each chunk of a prompt in one of its own. A decoding call changes the
-states that it reads in place, so each call gets copies, which are written back after it.
+states that it reads in place, so each call gets copies, which are written back after it. On a CPU,
+functions of the C library replace those of the same name that the forward calls. They change the
+states of decoding rows in their pages.
 
 With `TokenByToken` a module decodes every token, also of a prompt, and only the updates of states
 follow each other:
@@ -15,6 +17,7 @@ Both have the same shapes in every batch, so that a token's bits depend on no ot
 no chunk.
 """
 
+import functools
 import inspect
 import re
 import types
@@ -25,6 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.native.arguments import PLAIN
+from quire.kernels.native.library import NotLoaded
+from quire.kernels.native.recurrent import IN_PLACE, PagedState, RecurrentUpdates
+from quire.kernels.native.self_test import tested_library
 from quire.layout.model import CONV, RECURRENT_STATE
 from quire.models.base import SequenceStates, StatesFromZeros, TokenByToken
 
@@ -38,14 +45,17 @@ class StateCache:
             states of scans are in float32.
     """
 
-    def __init__(self, states: Mapping[str, Tensor] | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, states: Mapping[str, Tensor] | Mapping[str, PagedState] | None, dtype: torch.dtype
+    ) -> None:
         self.dtype = dtype
-        self.states = {
-            name: state.to(dtype) if name == CONV or state.ndim == 2 else state
+        # a state in pages is passed on to a function of the C library
+        self.states: dict[str, Any] = {
+            name: state.to(dtype) if name == CONV or len(state.shape) == 2 else state
             for name, state in (states or {}).items()
         }
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         return self.states.get(CONV)
 
     def update_conv_state(
@@ -63,12 +73,12 @@ class StateCache:
         self.states[CONV] = whole[..., -kernel:]
         return whole
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         return self.states.get(RECURRENT_STATE)
 
     def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0
-    ) -> Tensor:
+        self, recurrent_states: Any, layer_idx: int, state_idx: int = 0
+    ) -> Any:
         self.states[RECURRENT_STATE] = recurrent_states
         return recurrent_states
 
@@ -228,19 +238,23 @@ def selective_scan(
 def continued(
     module: nn.Module, original: Callable[..., Any], inputs: Tensor, cache: StateCache | None
 ) -> Callable[..., Any]:
-    """Return the forward of a module; a selective scan of several tokens begins with its state."""
-    forward = inspect.unwrap(type(module).forward)
+    """Return the forward of a module with functions of the C library.
+
+    A selective scan of several tokens begins with its state.
+    """
+    forward = _forward(type(module))
     if isinstance(cache, TokenCache):
         names = filter(_UPDATE.fullmatch, forward.__code__.co_names)
         updates = {name: partial(cache.update, forward.__globals__[name]) for name in names}
         return _with_globals(module, forward, updates)
-    if cache is None or inputs.shape[1] == 1 or _SCAN not in forward.__code__.co_names:
-        return original
-    state = cache.states.get(RECURRENT_STATE)
-    by_head = None
-    if state is not None:  # scans of several heads follow each other
-        by_head = iter([state] if state.ndim == 3 else state.unbind(1))
-    return _with_globals(module, forward, {_SCAN: partial(selective_scan, initial=by_head)})
+    functions = _native_functions(forward)
+    if cache is not None and inputs.shape[1] > 1 and _SCAN in forward.__code__.co_names:
+        state = cache.states.get(RECURRENT_STATE)
+        by_head = None
+        if state is not None:  # scans of several heads follow each other
+            by_head = iter([state] if state.ndim == 3 else state.unbind(1))
+        functions = {**functions, _SCAN: partial(selective_scan, initial=by_head)}
+    return _with_globals(module, forward, functions) if functions else original
 
 
 def _with_globals(
@@ -252,7 +266,32 @@ def _with_globals(
     return partial(own, module)
 
 
+def _forward(of: type[nn.Module]) -> Any:
+    return inspect.unwrap(of.forward)
+
+
+@functools.cache
+def _native_functions(forward: Any) -> dict[str, Callable[..., Any]]:
+    """Return the functions of the C library for those that a forward calls, by name."""
+    library = tested_library()
+    if isinstance(library, NotLoaded) or library.path == PLAIN:
+        return {}
+    names = forward.__globals__.keys() & set(forward.__code__.co_names)
+    called = {name: forward.__globals__[name] for name in names}
+    return RecurrentUpdates(library).replacements(called)
+
+
+def _paged(
+    states: SequenceStates[Any], layer: int, part: Any, module: nn.Module
+) -> Mapping[str, PagedState] | None:
+    """Return the states of decoding rows in their pages, if C functions update all of them."""
+    functions = IN_PLACE & _native_functions(_forward(type(module))).keys()
+    found = states.in_pages(layer, part) if part.length == 1 and functions else None
+    return found if found is not None and len(found) == len(functions) else None
+
+
 def run_recurrent(
+    module: nn.Module,
     states: SequenceStates[Any] | TokenByToken | None,
     layer: int,
     hidden: Tensor,
@@ -261,11 +300,12 @@ def run_recurrent(
     """Run a recurrent module on a flat batch.
 
     Args:
+        module: the module.
         states: of the batch's sequences; None: each token is a sequence of its own.
         layer: index of the module's layer.
         hidden: [1, tokens, elements].
-        run: the module, of hidden states [rows, tokens, elements] and a cache; it returns a tensor
-            or several [rows, tokens, ...].
+        run: runs the module, of hidden states [rows, tokens, elements] and a cache; it returns a
+            tensor or several [rows, tokens, ...].
 
     Returns:
         [1, tokens, ...], as the module does.
@@ -279,16 +319,22 @@ def run_recurrent(
         return _run_by_token(states.states, layer, hidden, run)
     out: list[Tensor] = []
     several = False
-    for part in states.parts:
-        inputs = hidden[0, part.tokens].view(-1, part.length, hidden.shape[2])
-        cache = StateCache(states.load(layer, part), hidden.dtype)
-        found = run(inputs, cache)
+    parts = states.parts
+    for part in parts:
+        inputs = hidden[0] if len(parts) == 1 else hidden[0, part.tokens]
+        paged = _paged(states, layer, part, module)
+        cache = StateCache(paged or states.load(layer, part), hidden.dtype)
+        found = run(inputs.view(-1, part.length, hidden.shape[2]), cache)
         several = not isinstance(found, Tensor)
         results = (found,) if isinstance(found, Tensor) else found
+        if paged is None:
+            states.store(layer, part, cache.states)
+        if len(parts) == 1:
+            out = [each.reshape(1, hidden.shape[1], *each.shape[2:]) for each in results]
+            break
         out = out or [each.new_zeros(1, hidden.shape[1], *each.shape[2:]) for each in results]
         for whole, each in zip(out, results, strict=True):
             whole[0, part.tokens] = each.flatten(0, 1)
-        states.store(layer, part, cache.states)
     return tuple(out) if several else out[0]
 
 

@@ -342,6 +342,9 @@ class _States:
         found = self.batch.store.states.get((part.sequence, layer))
         return None if found is None else {name: state.clone() for name, state in found.items()}
 
+    def in_pages(self, layer: int, part: _Rows) -> None:
+        return None
+
     def store(self, layer: int, part: _Rows, states: Mapping[str, Tensor]) -> None:
         shapes = {name: tuple(state.shape[1:]) for name, state in states.items()}
         spec = self.batch.spec

@@ -674,6 +674,95 @@ class SampleArgs(ctypes.Structure):
     )
 
 
+class StatesArgs(ctypes.Structure):
+    """Mirror of `paged_states` of recurrent.c; it is part of structures with checked sizes."""
+
+    _fields_ = (
+        ("plane", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("page_bytes", ctypes.c_int64),
+        ("per_row", ctypes.c_int32),
+        ("vectors", ctypes.c_int32),
+    )
+
+
+class RowNumbers(ctypes.Structure):
+    """Mirror of `row_numbers` of recurrent.c; it is part of structures with checked sizes."""
+
+    _fields_ = (
+        ("numbers", ctypes.c_void_p),
+        ("row", ctypes.c_int64),
+        ("token", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+class ConvolveArgs(ctypes.Structure):
+    """Mirror of `convolve_args`; its size is checked at load."""
+
+    _fields_ = (
+        ("states", StatesArgs),
+        ("x", RowNumbers),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int32),
+        ("channels", ctypes.c_int32),
+        ("length", ctypes.c_int32),
+        ("taps", ctypes.c_int32),
+        ("silu", ctypes.c_int32),
+        ("path", ctypes.c_int32),
+    )
+
+
+class DeltaArgs(ctypes.Structure):
+    """Mirror of `delta_args`; its size is checked at load."""
+
+    _fields_ = (
+        ("states", StatesArgs),
+        ("query", RowNumbers),
+        ("key", RowNumbers),
+        ("value", RowNumbers),
+        ("decay", RowNumbers),
+        ("beta", RowNumbers),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int32),
+        ("tokens", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("key_heads", ctypes.c_int32),
+        ("key_dim", ctypes.c_int32),
+        ("value_dim", ctypes.c_int32),
+        ("decays", ctypes.c_int32),
+        ("normalize", ctypes.c_int32),
+        ("path", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+class SpaceArgs(ctypes.Structure):
+    """Mirror of `space_args`; its size is checked at load."""
+
+    _fields_ = (
+        ("states", StatesArgs),
+        ("x", RowNumbers),
+        ("step", RowNumbers),
+        ("key", RowNumbers),
+        ("query", RowNumbers),
+        ("decay", ctypes.c_void_p),
+        ("skip", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int32),
+        ("tokens", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("groups", ctypes.c_int32),
+        ("dim", ctypes.c_int32),
+        ("state", ctypes.c_int32),
+        ("out_dtype", ctypes.c_int32),
+        ("path", ctypes.c_int32),
+    )
+
+
 class FreeArgs(ctypes.Structure):
     """Mirror of `free_args`; its size is checked at load."""
 

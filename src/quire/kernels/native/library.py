@@ -31,6 +31,8 @@ from quire.kernels.native.arguments import (
     ChainCall,
     CodeArgs,
     ConvertArgs,
+    ConvolveArgs,
+    DeltaArgs,
     FreeArgs,
     LaneArgs,
     LaneMoveArgs,
@@ -46,6 +48,7 @@ from quire.kernels.native.arguments import (
     SampleRow,
     ScoreArgs,
     SignArgs,
+    SpaceArgs,
     TallyArgs,
     WriteArgs,
 )
@@ -77,6 +80,9 @@ class NativeLibrary:
         chain: `quire_chain`.
         sample: `quire_sample` of sample.c.
         sample_bytes: `quire_sample_bytes`.
+        convolve: `quire_convolve` of recurrent.c.
+        delta: `quire_delta`.
+        space: `quire_space`.
         free: `quire_free` of select.c.
         best: `quire_best`.
         align: `quire_align`.
@@ -106,6 +112,9 @@ class NativeLibrary:
     chain: Callable[..., int]
     sample: Callable[..., int]
     sample_bytes: Callable[..., int]
+    convolve: Callable[..., int]
+    delta: Callable[..., int]
+    space: Callable[..., int]
     free: Callable[..., int]
     best: Callable[..., int]
     align: Callable[..., int]
@@ -184,6 +193,9 @@ _SIZES = {
     "chain_call": ChainCall,
     "sample_args": SampleArgs,
     "sample_row": SampleRow,
+    "convolve_args": ConvolveArgs,
+    "delta_args": DeltaArgs,
+    "space_args": SpaceArgs,
     "free_args": FreeArgs,
     "best_args": BestArgs,
     "align_args": AlignArgs,
@@ -210,6 +222,9 @@ _ARGUMENTS = {
         ctypes.POINTER(ctypes.c_int64),
     ),
     "sample": (ctypes.POINTER(SampleArgs), ctypes.c_void_p, ctypes.c_int),
+    "convolve": (ctypes.POINTER(ConvolveArgs), ctypes.c_void_p),
+    "delta": (ctypes.POINTER(DeltaArgs), ctypes.c_void_p),
+    "space": (ctypes.POINTER(SpaceArgs), ctypes.c_void_p),
     "free": (ctypes.POINTER(FreeArgs),),
     "best": (ctypes.POINTER(BestArgs),),
     "align": (ctypes.POINTER(AlignArgs),),
