@@ -169,6 +169,9 @@ class _DrawnStates:
     def rounded(self, layer: int, name: str, state: Tensor) -> Tensor:
         return state
 
+    def in_pages(self, layer: int, part: OneSequence) -> None:
+        return None
+
     def store(self, layer: int, part: "_DrawnStates", states: Mapping[str, Tensor]) -> None:
         return None
 
