@@ -169,7 +169,7 @@ class _DrawnStates:
     def rounded(self, layer: int, name: str, state: Tensor) -> Tensor:
         return state
 
-    def in_pages(self, layer: int, part: OneSequence) -> None:
+    def in_pages(self, layer: int, part: "_DrawnStates") -> None:
         return None
 
     def store(self, layer: int, part: "_DrawnStates", states: Mapping[str, Tensor]) -> None:
