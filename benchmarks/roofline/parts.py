@@ -28,7 +28,7 @@ from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall, ChainedAttention, Decoder, PagedAttention
 from quire.models.linear_weights import ReorderedLinear, WidenedLinear
 from quire.models.native.decoder import NativeDecoder
-from quire.plan.roofline import PartCost, RowTokens, step_parts
+from quire.plan.roofline import STATE_VALUE_BYTES, PartCost, RowTokens, step_parts
 from quire.sampling.logits import SamplingRow
 from quire.sampling.sampler import SampledToken, Sampler
 
@@ -178,7 +178,7 @@ class Storage:
     Attributes:
         weight_bytes: bytes of the linear layers of a component.
         arithmetic: arithmetic of a component's products.
-        kv_bytes_per_token: of all layers.
+        kv_bytes_per_token: of all layers; without recurrent states.
     """
 
     weight_bytes: Mapping[str, int]
@@ -214,6 +214,7 @@ def storage_of(engine: Engine) -> Storage:
         kv_bytes_per_token=sum(
             group.num_lanes * group.page_class.page_bytes / group.page_class.tokens
             for group in groups
+            if group.state is None
         ),
     )
 
@@ -268,8 +269,10 @@ def step_costs(
         if found[part].weight_bytes:  # no head without sampled rows
             found[part] = replace(found[part], weight_bytes=num_bytes)
     plain_bytes = spec.kv_bytes_per_token(_PLAIN_BYTES)
-    kv_bytes = found["attention"].kv_bytes * storage.kv_bytes_per_token / plain_bytes
-    found["attention"] = replace(found["attention"], kv_bytes=round(kv_bytes))
+    state_bytes = 2 * len(rows) * STATE_VALUE_BYTES * spec.state_values  # read and written
+    kv_bytes = found["attention"].kv_bytes - state_bytes
+    kv_bytes = round(kv_bytes * storage.kv_bytes_per_token / plain_bytes) + state_bytes
+    found["attention"] = replace(found["attention"], kv_bytes=kv_bytes)
     norm_bytes = (2 * spec.num_layers + 1) * spec.hidden_size * _PLAIN_BYTES
     rest = found["rest"]
     found[NORMS] = replace(rest, name=NORMS, weight_bytes=norm_bytes)
