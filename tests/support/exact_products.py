@@ -35,6 +35,7 @@ def use_exact_products(patch: pytest.MonkeyPatch) -> None:
         return nn.functional.linear(x.double(), layer.weight.double(), bias).to(x.dtype)
 
     patch.setattr(nn.Linear, "forward", forward)
+    patch.setattr(torch, "bmm", _in_float64(torch.bmm))  # of all experts of Llama 4
     polar = torch.polar
     patch.setattr(torch, "polar", lambda *x: polar(*(y.double() for y in x)).to(torch.complex64))
     patch.setattr(modeling_llama4, "apply_rotary_emb", _rotated_complex)
