@@ -195,6 +195,45 @@ def test_completions_and_beams_of_a_prompt_equal_separate_runs(loaded):
     assert [one.token_ids for one in warm.choices] == [one.token_ids for one in found.choices]
 
 
+@pytest.mark.parametrize("at_call", [2, 12])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_step_that_fails_after_it_has_written_states_can_be_repeated(loaded, is_async, at_call):
+    """Keys and values may be written twice, a state must not be updated twice."""
+    schedule = ScheduleConfig(async_scheduling=is_async, chunk_tokens=16)
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    prompts = [list(range(3, 3 + count)) for count in (5, 40, 17, 33)]
+    calls = 0
+
+    def fail(*_arguments) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at_call:
+            raise RuntimeError("a bug")
+
+    found = []
+    for fails in (False, True):
+        engine, tokens = engine_of(loaded, schedule), {}
+        for number, prompt in enumerate(prompts):
+            engine.submit(GenerationRequest(prompt, params, request_id=str(number)))
+        last = loaded.decoder.model.get_submodule("model.layers")[-1]
+        hook = last.register_forward_hook(fail) if fails else None
+        num_errors = 0
+        while engine.has_work:
+            try:
+                deltas = engine.step()
+            except RuntimeError:
+                num_errors += 1
+                continue
+            for delta in deltas:
+                tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+        if hook is not None:
+            hook.remove()
+        assert num_errors == fails
+        engine.check()
+        found.append(tokens)
+    assert found[0] == found[1]
+
+
 def stored_states(loaded, codec: str) -> tuple[Tensor, int]:
     """The states after one prompt, all numbers in one vector, and the bytes of their pages."""
     engine = engine_of(loaded, codec=codec)
