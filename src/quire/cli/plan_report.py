@@ -238,12 +238,14 @@ def plan_report(
             tokens=tokens,
             weight_bytes_per_value=weight_bytes_per_value,
             kv_bytes_per_value=kv_bytes_per_value,
+            state_bytes=state_bytes(layout),
         ),
         crossover_batch=crossover_batch(
             model,
             tokens=tokens,
             weight_bytes_per_value=weight_bytes_per_value,
             kv_bytes_per_value=kv_bytes_per_value,
+            state_bytes=state_bytes(layout),
         ),
         verdict=_verdict(model, memory, layout, options.workload, weights),
         weights=weights,
@@ -290,7 +292,13 @@ def _fit(
 def _choices(
     model: ModelSpec, options: PlanOptions, dtype: str, sequence_tokens: int
 ) -> Iterator[Choice]:
-    """The capacity of the memory with each codec of weights and of KV that the model can use."""
+    """The capacity of the memory with each codec of weights and of KV that the model can use.
+
+    Recurrent states have the planned codec in all of them.
+    """
+    planned_codec = fill_plain(options.kv_codec or dtype, dtype, latent=model.latent is not None)
+    planned_states = read_format(planned_codec).states
+    states = "" if planned_states is None else f"+states={planned_states.name}"
     for weight_codec in _weight_codecs(options):
         planned = replace(options, weight_codec=weight_codec)
         bytes_per_weight = _weight_bytes(model, planned, dtype) / model.num_parameters
@@ -301,7 +309,7 @@ def _choices(
                     name: layout_for(
                         model,
                         page_tokens=options.page_tokens,
-                        codec=fill_plain(kv_codec, dtype, latent=model.latent is not None),
+                        codec=fill_plain(kv_codec + states, dtype, latent=model.latent is not None),
                         evicting=share < 1,
                     )
                     for name, share in RETAINED.items()

@@ -109,12 +109,12 @@ def read_format(text: str) -> KVFormat:
     values = _options(text, options)
     plain = _plain(text, values.pop(PLAIN)) if PLAIN in values else None
     promoted = read_records(text, values.pop(PROMOTED)) if PROMOTED in values else None
-    states = codec_spec(values.pop(STATES)) if STATES in values else None
-    if states is not None and states.name not in STATE_CODECS:
+    stored = values.pop(STATES, None)
+    if stored is not None and stored not in STATE_CODECS:
         raise ConfigError(
-            f"KV codec {text!r}: expected {STATES} to be {', '.join(STATE_CODECS)}, got "
-            f"{states.name!r}"
+            f"KV codec {text!r}: expected {STATES} to be {', '.join(STATE_CODECS)}, got {stored!r}"
         )
+    states = None if stored is None else codec_spec(stored)
     counts = {name: _count(text, name, values.get(name, "0")) for name in COUNTS}
     found = KVFormat(key=key, value=value, plain=plain, promoted=promoted, states=states, **counts)
     if found.is_plain and (any(counts.values()) or promoted is not None):

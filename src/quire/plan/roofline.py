@@ -58,21 +58,29 @@ def decode_step(
     tokens: int,
     weight_bytes_per_value: int | float = 2,
     kv_bytes_per_value: int | float = 2,
+    state_bytes: int | None = None,
 ) -> DecodeStep:
-    """Compute the reads of one decode step."""
+    """Compute the reads of one decode step.
+
+    `state_bytes` are those of one sequence's recurrent states; None: in float32.
+    """
     if batch < 1:
         raise ConfigError(f"batch={batch}: expected 1 or more")
     return DecodeStep(
         batch=batch,
         weights_read_bytes=weights_read_bytes(model, batch, weight_bytes_per_value),
-        kv_read_bytes=batch * _kv_read_bytes(model, tokens, kv_bytes_per_value),
+        kv_read_bytes=batch * _kv_read_bytes(model, tokens, kv_bytes_per_value, state_bytes),
     )
 
 
-def _kv_read_bytes(model: ModelSpec, tokens: int, bytes_per_value: int | float) -> int:
+def _kv_read_bytes(
+    model: ModelSpec, tokens: int, bytes_per_value: int | float, state_bytes: int | None
+) -> int:
     """Bytes of a sequence's keys, values and states that a decode step reads."""
     kv_bytes = model.kv_bytes(tokens, bytes_per_value, read_in_step=True)
-    return kv_bytes + STATE_VALUE_BYTES * model.state_values
+    if state_bytes is None:
+        state_bytes = STATE_VALUE_BYTES * model.state_values
+    return kv_bytes + state_bytes
 
 
 def weights_read_bytes(model: ModelSpec, batch: int, bytes_per_value: int | float) -> int:
@@ -96,15 +104,17 @@ def crossover_batch(
     tokens: int,
     weight_bytes_per_value: int | float = 2,
     kv_bytes_per_value: int | float = 2,
+    state_bytes: int | None = None,
 ) -> int:
     """The smallest batch whose KV reads exceed the weight reads of a decode step.
 
     Below it the weights dominate, which the batch shares. Above it the KV of each sequence
-    dominates, and a smaller KV makes the step faster almost in proportion.
+    dominates, and a smaller KV makes the step faster almost in proportion. `state_bytes` as in
+    `decode_step`.
     """
     if tokens < 1:
         raise ConfigError(f"tokens={tokens}: expected a sequence of 1 token or more")
-    each_bytes = _kv_read_bytes(model, tokens, kv_bytes_per_value)
+    each_bytes = _kv_read_bytes(model, tokens, kv_bytes_per_value, state_bytes)
     # upper bound: all weights are read; a mixture of experts may need fewer sequences
     above = weights_read_bytes(model, 1 << 30, weight_bytes_per_value) // each_bytes + 1
     below = 0

@@ -656,8 +656,8 @@ class Peaks:
         """Tokens whose pages the members of a group share until their end."""
         groups = [group for group in self.memory.layout.groups if not group.private]
         need = need_of(request, request.final_tokens)
-        if any(self._loses(group, need) for group in groups):
-            return 0
+        if not groups or any(self._loses(group, need) for group in groups):
+            return 0  # states are private
         page_tokens = max(group.page_class.tokens for group in groups)
         return len(request.prompt_token_ids) // page_tokens * page_tokens
 

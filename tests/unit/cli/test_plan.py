@@ -471,23 +471,27 @@ def test_latents_of_deepseek_v3_in_80_gib(folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "shown"),
+    ("model_type", "codec", "shown"),
     [
         # 2 layers of 160 x 4 and 4 x 32 x 8 elements of 4 B
-        ("mamba2", ["no attention", "13,312 B (13.00 KiB) per sequence", " any "]),
-        ("jamba", ["2 KV heads of 16", "per sequence", "4 layers"]),
+        ("mamba2", "none", ["no attention", "13,312 B (13.00 KiB) per sequence", " any "]),
+        # it reads 4 * (72,216 - 128 * 64) B of weights = 38.5 * 6,656 B
+        ("mamba2", "none+states=bfloat16", ["6,656 B (6.50 KiB)", "from batch 39; at batch 8"]),
+        ("jamba", "none", ["2 KV heads of 16", "per sequence", "4 layers"]),
         (
             "dots3_note_text",
+            "none",
             ["56 elements instead of 160", "1,088 elements instead of 24,576 of 64"],
         ),
     ],
 )
 def test_states_and_latents_of_several_widths_are_shown(
-    folder: Path, model_type: str, shown: list[str]
+    folder: Path, model_type: str, codec: str, shown: list[str]
 ):
     config_of(model_type).save_pretrained(folder)
 
-    result = quire_plan(str(folder), "--memory", "64GiB", "--workload", "100,20,4")
+    options = ("--memory", "64GiB", "--workload", "100,20,4", "--kv-codec", codec)
+    result = quire_plan(str(folder), *options)
 
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.replace("│", " ").split())
@@ -582,6 +586,7 @@ def test_default_max_num_batched_tokens_is_that_of_the_engine():
         (("--kv-memory", "100B"), "does not hold one sequence"),
         (("--dtype", "floot16"), "unknown dtype 'floot16': did you mean"),
         (("--kv-codec", "int9"), "unknown codec 'int9'"),
+        (("--kv-codec", "int8+states="), "expected states to be float32, bfloat16, int8, got ''"),
         (("--block-size", "0"), "tokens >= 1"),
         (("--sequence-tokens", "0"), "sequence_tokens=0"),
         (("--batch", "-1"), "--batch: expected 1 or more, got -1"),

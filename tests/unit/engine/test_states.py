@@ -177,6 +177,7 @@ def test_options_of_checkpoints_are_checked(loaded, options, message):
         engine_of(loaded, **options)
 
 
+@pytest.mark.parametrize("loaded", [*HYBRIDS, "mamba2"], indirect=True)
 def test_completions_and_beams_of_a_prompt_equal_separate_runs(loaded):
     llm = LLM(loaded, kv=kv_config(memory="4MiB", state_checkpoint_interval=16))
     prompt = [3 + n * 5 % 90 for n in range(50)]
@@ -184,7 +185,8 @@ def test_completions_and_beams_of_a_prompt_equal_separate_runs(loaded):
     def params(**options) -> SamplingParams:
         return SamplingParams(max_tokens=20, ignore_eos=True, **options)
 
-    four = llm.generate([prompt], params(temperature=1, seed=5, n=4))[0]
+    # the second request is admitted while copies of the first are still to come
+    four = llm.generate([prompt, prompt[:9]], params(temperature=1, seed=5, n=4))[0]
     alone = [llm.generate([prompt], params(temperature=1, seed=5 + i))[0] for i in range(4)]
     assert [one.token_ids for one in four.choices] == [one.token_ids for one in alone]
 

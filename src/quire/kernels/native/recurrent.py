@@ -15,7 +15,7 @@ less time than products of chunks of tokens.
 
 import ctypes
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -265,7 +265,7 @@ class RecurrentUpdates:
         D: Float[Tensor, " head"] | None = None,  # noqa: N803
         dt_bias: Float[Tensor, " head"] | None = None,
         dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, math.inf),
+        dt_limit: Sequence[float] = (0.0, math.inf),
         initial_states: Float[Tensor, "row head dim state"] | None = None,
         return_final_states: bool = False,
         **options: Any,
