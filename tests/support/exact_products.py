@@ -30,11 +30,7 @@ def use_exact_products(patch: pytest.MonkeyPatch) -> None:
     """Compute linear layers, activations and the portable backends' attention in float64, and
     attend to codes with these: C computes in float32."""
 
-    def forward(layer, x):
-        bias = None if layer.bias is None else layer.bias.double()
-        return nn.functional.linear(x.double(), layer.weight.double(), bias).to(x.dtype)
-
-    patch.setattr(nn.Linear, "forward", forward)
+    patch.setattr(nn.functional, "linear", _in_float64(nn.functional.linear))  # experts too
     patch.setattr(torch, "bmm", _in_float64(torch.bmm))  # of all experts of Llama 4
     polar = torch.polar
     patch.setattr(torch, "polar", lambda *x: polar(*(y.double() for y in x)).to(torch.complex64))
