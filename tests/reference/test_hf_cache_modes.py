@@ -179,6 +179,15 @@ def test_crop_after_an_eviction_is_refused(policy):
             cache.crop(-61)
 
 
+@pytest.mark.parametrize(("name", "policy"), [("llama", "h2o:cap=100"), ("bamba", "full")])
+def test_crop_of_summed_attention_or_of_recurrent_states_is_refused(name, policy):
+    model, prompt = build(name), torch.tensor([[3, 5, 7] * 10])
+    with QuireCache(model, policy, max_tokens=200) as cache, torch.no_grad():
+        model(prompt, past_key_values=cache)
+        with pytest.raises(UnsoundCombination, match="recurrent states before"):
+            cache.crop(-3)
+
+
 @pytest.mark.parametrize("policy", ["recent:sinks=2", "h2o:recent=8", "snapkv:window=6"])
 @pytest.mark.parametrize("removed", [0, 3, 10])
 def test_candidates_that_are_removed_leave_no_trace(policy, removed):

@@ -242,7 +242,8 @@ class Rollback:
         evicted = any(row.eviction.num_evictions for row in sequences.rows)
         if evicted or any(row.memory.statistics for row in sequences.rows):
             raise UnsoundCombination(
-                "evicted tokens and statistics of the removed tokens cannot be recovered; call "
+                "evicted tokens, and statistics and recurrent states before the removed tokens, "
+                "cannot be recovered; call "
                 "cache.activate_past_recording() before the forward whose tokens are removed, as "
                 "assisted decoding does, or cache.reset() and prefill again"
             )

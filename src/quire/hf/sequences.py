@@ -44,7 +44,7 @@ def start_rows(
                 rope_variant=rope_variant,
                 evict=rule.text,
             ),
-            memory=RequestMemory(row=memory.start(statistics)),
+            memory=RequestMemory(row=memory.start(statistics), statistics=statistics),
             eviction=RequestEviction(
                 spec=eviction.spec,
                 selection=eviction,
