@@ -138,11 +138,11 @@ class Step:
         return outputs
 
 
-def backend_of(path: int, *, one_by_one: bool = False) -> NativeAttention:
+def backend_of(path: int, *, fixed_rows: int | None = None) -> NativeAttention:
     assert isinstance(LIBRARY, NativeLibrary)
     library = replace(LIBRARY, path=path)
     gathered = GatheredAttention(torch.device("cpu"))
-    return NativeAttention(library, gathered, one_by_one=one_by_one)
+    return NativeAttention(library, gathered, fixed_rows=fixed_rows)
 
 
 @pytest.mark.parametrize("path", SUPPORTED_PATHS, ids=lambda path: PATHS[path])

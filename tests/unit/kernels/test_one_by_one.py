@@ -11,6 +11,7 @@ from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, StepShap
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
+from quire.scheduler.schedule_config import INVARIANT_ROWS
 from support.pairwise import every_pair
 
 LIBRARY = load_library()
@@ -22,7 +23,9 @@ HEADS, KV_HEADS, DIM, PAGE = 6, 2, 32, 16
 
 def backend_of(path: int) -> NativeAttention:
     library = replace(LIBRARY, path=path)
-    return NativeAttention(library, GatheredAttention(torch.device("cpu")), one_by_one=True)
+    return NativeAttention(
+        library, GatheredAttention(torch.device("cpu")), fixed_rows=INVARIANT_ROWS
+    )
 
 
 def pages_of(rows: int, dtype: torch.dtype) -> LayerPages:
