@@ -465,7 +465,7 @@ def _beams(bench: Bench) -> Case:
 
 def outputs_of(engine: Engine, request: GenerationRequest) -> RequestOutput:
     """The whole output of a request that runs alone."""
-    builder = OutputBuilder(engine.submit(request), request.prompt)
+    builder = OutputBuilder(engine.submit(request), tuple(request.prompt))
     found = None
     while engine.has_work:
         for delta in engine.step():
