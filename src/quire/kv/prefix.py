@@ -703,16 +703,26 @@ class PrefixIndex(MemoryListener):
         """Return whether a lease holds blocks that the step being scheduled has yet to write."""
         return bool(self._pending and lease.nodes and lease.nodes[-1] in self._pending)
 
-    def snapshot(self, lease: PrefixLease, row: int) -> bool:
+    def snapshot(self, lease: PrefixLease, row: int, *, replaced: PrefixNode | None = None) -> bool:
         """Copy the statistics of a row that has just computed exactly its chain's last block.
 
         Unused blocks are evicted for the copy. Returns whether it was made: it may not fit.
+
+        Args:
+            lease: of the row.
+            row: the row.
+            replaced: the block after which the row made the copy that this one replaces. That copy
+                is released first, so that no other one is evicted for it.
         """
         if not lease.nodes or lease.tokens != int(self.memory.lengths[row]):
             return False
         node, used = lease.nodes[-1], self.memory.statistics_of(row)
         pages = referenced_statistics_pages(self.memory, row)
-        if not (node.lacks(self.memory, row) and self._free_pages(pages)):
+        if not node.lacks(self.memory, row):
+            return False
+        if replaced is not None and used in replaced.statistics:
+            release_references(self.memory, [self.snapshots.remove(replaced, used)])
+        if not self._free_pages(pages):
             return False
         copy = reference_statistics(self.memory, row)
         if copy is None:
@@ -721,12 +731,6 @@ class PrefixIndex(MemoryListener):
         if node not in self._pending:
             self._written([node])
         return True
-
-    def forget_snapshot(self, node: PrefixNode | None, row: int) -> None:
-        """Release the copy that a row made after a block, if there still is one."""
-        used = self.memory.statistics_of(row)
-        if node is not None and used in node.statistics:
-            release_references(self.memory, [self.snapshots.remove(node, used)])
 
     def _free_pages(self, pages: Mapping[PageClass, int]) -> bool:
         """Evict unused blocks and snapshots for one more snapshot; return whether it fits."""

@@ -423,8 +423,9 @@ class SequenceMemory:
             stays = done in request.memory.snapshot_ends or (every and done % every == 0)
             if not (stays or (self._has_states and decoded)):
                 continue
-            if prefix.snapshot(lease, request.memory.row) and decoded and self._has_states:
-                prefix.forget_snapshot(request.memory.checkpoint, request.memory.row)
+            last = request.memory.checkpoint if decoded and self._has_states else None
+            saved = prefix.snapshot(lease, request.memory.row, replaced=last)
+            if saved and decoded and self._has_states:
                 request.memory.checkpoint = None if stays else lease.nodes[-1]
 
     def withdraw(self) -> None:

@@ -137,6 +137,18 @@ def test_states_are_stored_at_each_interval_of_a_prompt_and_a_response(loaded, c
     assert answer(plain, "first", prompt, count=60)[0] == first
 
 
+def test_the_newest_checkpoint_of_a_response_evicts_only_the_one_before_it(loaded):
+    """The limit holds two: that of the prompt stays while those of the response change."""
+    limit = 2 * state_bytes_by_hand(loaded.spec)
+    engine = engine_of(loaded, state_checkpoint_memory=limit)
+    prompt = [3 + n * 5 % 90 for n in range(40)]
+
+    answer(engine, "first", prompt, count=60)
+
+    assert checkpoints(engine) == [32, 96]
+    assert engine.stats().checkpoint_bytes == limit
+
+
 def test_checkpoints_have_a_limit_of_bytes_and_lookups_end_at_those_that_remain(loaded):
     one_bytes = state_bytes_by_hand(loaded.spec)
     limit = 3 * one_bytes + one_bytes // 2
