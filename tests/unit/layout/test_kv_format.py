@@ -117,7 +117,7 @@ def test_number_of_newest_tokens_in_full_precision(text, page_tokens, recent):
         ("fp8:group=4", ConfigError, "fp8 has no options, got 'group=4'; write fp8"),
         ("nome", UnknownName, "did you mean none?"),
         ("int8+states=int4", ConfigError, "states to be float32, bfloat16, int8, got 'int4'"),
-        ("int8+states=", UnknownName, "codec"),
+        ("int8+states=", ConfigError, "states to be float32, bfloat16, int8, got ''"),
     ],
 )
 def test_invalid_format_is_rejected_with_the_reason(text, error, message):
