@@ -17,7 +17,7 @@ from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
 from quire.models.base import Decoder, PagedAttention
 from quire.models.loader import LoadedModel
-from quire.policies.view import Rotation
+from quire.policies.view import OutputProjection, Rotation
 from quire.scheduler.schedule_config import ScheduleConfig
 
 
@@ -160,6 +160,9 @@ class ForwardingDecoder:
 
     def rotations(self, rope_variant: int = 0) -> Rotation | None:
         return self._decoder.rotations(rope_variant)
+
+    def output_projections(self) -> OutputProjection | str:
+        return self._decoder.output_projections()
 
     def forward(
         self,

@@ -39,13 +39,14 @@ RULES = {
     "decoding": f"h2o:{BLOCKS},recent=4,when=decode",
     "after the prompt": f"h2o:{BLOCKS},recent=4,when=prefill_end",
     "ragged": f"h2o:{BLOCKS},recent=4,budget=ada",
+    "projected": f"criticalkv:{BLOCKS},base=(h2o:recent=4),budget=ada",
     "crushed": f"kvcrush:{BLOCKS},base=(h2o:recent=4)",
     "crushed pages": "kvcrush:cap=32,every=8,granularity=page,base=(h2o:recent=4),share=0.5",
     "settled": f"h2o:{BLOCKS},recent=4,when=decode,budget=squeeze",
 }
 ALLOW = (
     "recent; h2o; h2o:budget=ada; h2o:budget=squeeze; tova; keydiff; snapkv:window=8; "
-    "kvcrush:base=(h2o:recent=4)"
+    "kvcrush:base=(h2o:recent=4); criticalkv:base=(h2o:recent=4)"
 )
 
 
@@ -556,7 +557,8 @@ def test_selected_latents_are_read_in_the_precision_of_the_codec(codec, evict):
 def test_a_request_may_not_wrap_a_rule_that_cannot_score_latents():
     engine = Engine(loaded("deepseek_v3"), kv_config(memory="2MiB", evict_allow="kvcrush"))
 
-    for text in ("kvcrush:base=knorm,cap=40", "kvcrush:base=(value_norm:base=h2o),cap=40"):
+    bases = ("knorm", "(value_norm:base=h2o)", "(criticalkv:base=h2o)")
+    for text in (f"kvcrush:base={base},cap=40" for base in bases):
         with pytest.raises(RequestError, match="stores latents instead of keys"):
             engine.submit(GenerationRequest([3, 4], greedy(), evict=text))
 

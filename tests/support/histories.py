@@ -120,6 +120,7 @@ class History:
             head_dim=self.dim,
             layer_scales=tuple(scale_of(layer, self.dim) for layer in self.layers),
             rotation=Rotations(self.dim),
+            projection=Projections(self.dim, self.raw.shape[1]),
             group=self.raw.shape[1],
         )
 
@@ -155,6 +156,30 @@ class Rotations:
             return torch.eye(self.dim)
         rotations = [rotation(position, self.dim) for position in range(start, start + tokens)]
         return torch.tensor(np.mean(rotations, axis=0)).float()
+
+
+@dataclass
+class Projections:
+    """Output projections in which all KV heads of a layer have the columns of the same heads."""
+
+    dim: int
+    group: int
+
+    def matrix(self, layer: int, head: int) -> np.ndarray:
+        """The columns [hidden, dim] of a query head of each group."""
+        return np.random.default_rng((layer, head)).normal(size=(2 * self.dim, self.dim))
+
+    def lengths(self, layers: tuple[int, ...], values: torch.Tensor) -> torch.Tensor:
+        by_layer = values.view(len(layers), -1, *values.shape[1:]).double()
+        found = [
+            torch.stack([(of @ torch.tensor(m).T).abs().sum(-1) for m in self.matrices(n)]).mean(0)
+            for n, of in zip(layers, by_layer, strict=True)
+        ]
+        return torch.stack(found).flatten(0, 1).float()
+
+    def matrices(self, layer: int) -> list[np.ndarray]:
+        """Those of all heads of a group."""
+        return [self.matrix(layer, head) for head in range(self.group)]
 
 
 def scale_of(layer: int, dim: int) -> float:

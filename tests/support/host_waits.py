@@ -6,6 +6,7 @@ Copies to it do not raise; the mode records those that would wait on a CUDA devi
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
+from quire.models.native_linear import matrix
+from quire.models.observing import OutputProjections
 from support import zoo
 
 DEVICE = torch.device("meta")
@@ -90,6 +93,12 @@ class DatalessDecoder(TransformersDecoder):
 
     def rotations(self, variant: int) -> None:
         """See `Decoder.rotations`."""
+
+    def output_projections(self) -> OutputProjections:
+        """See `Decoder.output_projections`."""
+        attentions = [one for one in self.model.modules() if hasattr(one, "o_proj")]
+        reads = {one.layer_idx: [partial(matrix, one.o_proj)] for one in attentions}
+        return OutputProjections(reads, self.spec.heads)
 
 
 def dataless(architecture: str) -> LoadedModel:

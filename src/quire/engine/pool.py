@@ -219,6 +219,7 @@ def _make_rules(
         provided=Provided(
             exact_statistics(prepare) if schedule.batch_invariant else prepare,
             _why_no_pre_rope(model, config, schedule),
+            model.decoder.output_projections,
         ),
         ranks=model.group.size,
     )

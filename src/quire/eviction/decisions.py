@@ -25,7 +25,7 @@ from quire.kv.lane_reader import LaneReader
 from quire.layout.pages import LaneGroup
 from quire.parallel.group import TensorGroup
 from quire.policies.eviction import Eviction
-from quire.policies.view import KVView, SlotReader
+from quire.policies.view import KVView, OutputProjection, SlotReader
 from quire.scheduler.eviction_trace import EvictionEntry, in_runs
 from quire.scheduler.request import Request
 
@@ -254,6 +254,7 @@ class AllHeads:
             heads_per_layer=view.heads_per_layer * self._group.size,
             statistics={name: self.joined(of) for name, of in view.statistics.items()},
             slots=_GatheredSlots(view.slots, self),
+            projection=view.projection and _GatheredProjection(view.projection, self),
         )
 
     def joined(self, own: Shaped[Tensor, "lane ..."]) -> Shaped[Tensor, "all_lanes ..."]:
@@ -309,3 +310,16 @@ class _GatheredSlots:
 
     def values(self) -> Float[Tensor, "lane slot value_dim"]:
         return self._heads.joined(self._own.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _GatheredProjection:
+    """Lengths of the values of all ranks, each computed by the rank that has its heads."""
+
+    own: OutputProjection
+    heads: AllHeads
+
+    def lengths(
+        self, layers: Sequence[int], values: Float[Tensor, "lane slot value_dim"]
+    ) -> Float[Tensor, "lane slot"]:
+        return self.heads.joined(self.own.lengths(layers, self.heads.own(values)))

@@ -520,6 +520,7 @@ class PolicyEvictor(Evictor):
             layer_scales=tuple(self._math[layer].scale for layer in reader.layers),
             alibi=self._math[reader.layers[0]].alibi,
             rotation=self._rotations(request.spec.rope_variant),
+            projection=self._rules.projection,
             group=self._rules.query_group(reader.group),
             readers=reader.readers,
         )

@@ -33,6 +33,7 @@ from quire.policies.registry import (
     policy_of,
     registered,
 )
+from quire.policies.view import OutputProjection
 from quire.scheduler.schedule_config import ScheduleConfig
 
 ALL, NONE = "all", "none"
@@ -49,6 +50,7 @@ class RuleRequirements:
             it.
         statistics: statistics of the policy and its budget.
         not_on_latents: why the policy, or the base of it, cannot score latents; "" if it can.
+        reads_projection: whether the policy, or the base of it, reads output projections.
     """
 
     name: str
@@ -56,11 +58,12 @@ class RuleRequirements:
     rerotates_keys: bool
     statistics: frozenset[Statistic]
     not_on_latents: str = ""
+    reads_projection: bool = False
 
 
 def possible(
     rules: Iterable[RuleRequirements],
-    why_not: Callable[[Statistic], str | None],
+    why_not: "Callable[[RuleRequirements], str | None]",
     allow: str,
     *,
     latents: bool = False,
@@ -71,16 +74,15 @@ def possible(
         UnsoundCombination: a rule that was named explicitly, not by "all", cannot be served.
     """
     for rule in rules:
-        reasons = [reason for one in rule.statistics if (reason := why_not(one)) is not None]
         if latents and rule.not_on_latents:
             if allow != ALL:
                 raise limits.refused(
                     limits.RULE_ON_LATENTS, text=rule.name, why=rule.not_on_latents
                 )
-        elif not reasons:
+        elif (reason := why_not(rule)) is None:
             yield rule
         elif allow != ALL:
-            raise UnsoundCombination(f"{rule.name!r} cannot be served here: {reasons[0]}")
+            raise UnsoundCombination(f"{rule.name!r} cannot be served here: {reason}")
 
 
 def served_by_rule(text: str, rule: EvictionRule) -> RuleRequirements:
@@ -97,12 +99,14 @@ def served_by_rule(text: str, rule: EvictionRule) -> RuleRequirements:
 def _served(name: str, policy: EvictionPolicy, budget: Budget | None) -> RuleRequirements:
     statistics = () if budget is None else budget.statistics
     ragged = budget is not None and budget.ragged
+    nested = list(_nested(policy))
     return RuleRequirements(
         name=name,
         heads_apart=policy.scope == LANE or ragged,
         rerotates_keys=policy.rerotates_keys,
         statistics=frozenset((*policy.statistics, *statistics)),
-        not_on_latents=next(filter(None, (one.not_on_latents for one in _nested(policy))), ""),
+        not_on_latents=next(filter(None, (one.not_on_latents for one in nested)), ""),
+        reads_projection=any(one.reads_projection for one in nested),
     )
 
 
@@ -192,10 +196,20 @@ class Provided:
     Attributes:
         why_not: returns why the model cannot provide a statistic; None if it can.
         why_no_pre_rope: why requests cannot store keys before RoPE beside others; None if they can.
+        projection: returns output projections, or why the model has none; None without a model.
     """
 
     why_not: Callable[[Statistic], str | None] = lambda statistic: None
     why_no_pre_rope: str | None = None
+    projection: Callable[[], OutputProjection | str | None] = lambda: None
+
+    def why_not_served(self, rule: RuleRequirements) -> str | None:
+        """Return why the model cannot provide what a rule reads; None if it can."""
+        reasons = [why for one in rule.statistics if (why := self.why_not(one)) is not None]
+        projection = self.projection() if rule.reads_projection else None
+        if isinstance(projection, str):
+            reasons.append(f"{projection}; {limits.NO_PROJECTION.instead}")
+        return reasons[0] if reasons else None
 
 
 class EvictionRules:
@@ -215,6 +229,7 @@ class EvictionRules:
         default: rule of requests that name none.
         model: see above.
         served: requirements of all rules that requests may use, as far as they are known.
+        projection: output projections of attention; None if no served rule reads them.
 
     Raises:
         ConfigError: a text is not a rule.
@@ -236,12 +251,16 @@ class EvictionRules:
         self.default = make_eviction(default)
         self.model, self._page_tokens, self._codec = model, page_tokens, codec
         self._ranks = ranks
-        self._why_not, self.why_no_pre_rope = provided.why_not, provided.why_no_pre_rope
+        self._provided, self.why_no_pre_rope = provided, provided.why_no_pre_rope
         self._lanes: dict[tuple[Statistic, ...], LaneShape] = {}
         self._allow = allow.strip()
         own = [served_by_rule(default, self.default)] if self.default.evicts else []
-        found = partial(possible, why_not=provided.why_not, latents=model.joins_keys)
+        found = partial(possible, why_not=provided.why_not_served, latents=model.joins_keys)
         self.served = (*found(own, allow=NONE), *found(announced(allow), allow=self._allow))
+        reads = any(one.reads_projection for one in self.served)
+        projection = provided.projection() if reads else None
+        assert not isinstance(projection, str), "rules that read it are served"
+        self.projection = projection
         if not self.mixes:
             refuse_mixture(self.served)
         self._storing = Storing(
@@ -496,13 +515,11 @@ class EvictionRules:
             )
 
     def _require_possible(self, text: str, wanted: RuleRequirements) -> None:
-        reasons = [why for one in wanted.statistics if (why := self._why_not(one)) is not None]
+        reasons = [self._provided.why_not_served(wanted)]
         if wanted.rerotates_keys and self.why_no_pre_rope is not None:
             reasons.append(f"{self.why_no_pre_rope}; {limits.NO_PRE_ROPE.instead}")
-        if reasons:
-            raise RequestError(
-                f"evict: {text!r} cannot be served here: {reasons[0]}", param="evict"
-            )
+        for reason in filter(None, reasons):
+            raise RequestError(f"evict: {text!r} cannot be served here: {reason}", param="evict")
 
     def _require_named(self, text: str) -> None:
         """Refuse a rule whose name requests may not use, whatever its options."""
@@ -531,8 +548,14 @@ class EvictionRules:
         if self._allow == ALL:  # lane groups of other statistics are added for the request
             self._require_possible(text, wanted)
             missing = []
+        projects = any(one.reads_projection for one in self.served)
         if missing or (wanted.heads_apart and not self.heads_apart):
             what = f"the statistics {', '.join(missing)}" if missing else "one-head pages"
+        elif wanted.reads_projection and not projects:
+            what = "output projections"
+        else:
+            what = ""
+        if what:
             raise RequestError(
                 f"evict: {text!r} needs {what}, which this engine does not have; start it with "
                 f"--evict-allow {without_numbers(text)!r}",

@@ -167,7 +167,9 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
                 model=spec,
                 page_tokens=page_tokens,
                 codec=stored.codec,
-                provided=Provided(self._decoder.prepare),
+                provided=Provided(
+                    self._decoder.prepare, projection=self._decoder.output_projections
+                ),
             )
             check_pre_rope(rules, self._decoder.prepare_pre_rope)
             layout = make_layout(spec, stored.codec, rules, page_tokens)

@@ -134,11 +134,19 @@ ONE_KV_HEAD = _rule(
     instead="leave out budget, or use one that divides over layers, such as pyramid",
 )
 RULE_ON_LATENTS = _rule(
-    one="`knorm`, `value_norm` and `expected_attention`, also as the base of another rule",
+    one="`knorm`, `value_norm`, `criticalkv` and `expected_attention`, also as the base of another "
+    "rule",
     other="a model with latent attention (MLA)",
     reason="the model stores latents instead of keys and values, and {why}",
     instead="use a rule on attention, positions or directions of keys, such as h2o, snapkv or "
     "keydiff",
+)
+NO_PROJECTION = _rule(
+    one="`criticalkv`, also as the base of another rule",
+    other="a model with a gate or a norm between attention and its output projection, or with "
+    "offloaded weights (`--weights-memory`)",
+    reason="the rule reads the weight that projects the output of attention, and {why}",
+    instead="use value_norm, which reads values alone",
 )
 BOTH_SIDES_OF_ROPE = _rule(
     one="`streaming`",

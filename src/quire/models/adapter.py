@@ -55,7 +55,7 @@ from quire.models.hidden_states import LastStates, note_hidden_states
 from quire.models.layer_source import LayerSource, decoder_layers
 from quire.models.linear_weights import reorder_linears, widen_linears
 from quire.models.native_linear import available_products, fastest_products
-from quire.models.observing import KeysAndValues, Observing
+from quire.models.observing import KeysAndValues, Observing, OutputProjections
 from quire.models.own_attention import (
     has_own_attention,
     model_inputs,
@@ -444,6 +444,11 @@ class TransformersDecoder:
 
     def rotations(self, rope_variant: int = 0) -> Rotations | None:
         return self._observing.rotations(lambda: self._frequencies(rope_variant))
+
+    def output_projections(self) -> OutputProjections | str:
+        if self._weights is not None:
+            return "the weights of some layers are offloaded (--weights-memory)"
+        return self._observing.output_projections
 
     @contextmanager
     def _frequencies(self, rope_variant: int) -> Iterator[None]:

@@ -24,7 +24,7 @@ from quire.kernels.native.recurrent import PagedState
 from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
 from quire.models.rotary import Rotary
-from quire.policies.view import Rotation
+from quire.policies.view import OutputProjection, Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +278,10 @@ class Decoder(Protocol):
 
     def rotations(self, rope_variant: int = 0) -> Rotation | None:
         """Mean rotations of queries; None if the RoPE of a layer is unknown."""
+        ...
+
+    def output_projections(self) -> OutputProjection | str:
+        """Output projections of attention, or the reason why this model cannot provide them."""
         ...
 
     def forward(

@@ -15,7 +15,7 @@ and rotary positions are supported, since the model's own code computes them.
 """
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from quire.errors import InvariantError
 from quire.kernels.backend import TokenIndex
-from quire.layout.model import ModelSpec
+from quire.layout.model import HeadShape, ModelSpec
 from quire.layout.statistics import QueryMoments, ResidualSimilarity, Statistic
 from quire.models.base import AttentionCall, OwnValue
 from quire.models.bridge import BRIDGE_ATTRIBUTE, Bridge
@@ -38,6 +39,7 @@ from quire.models.layer_source import LayerSource
 from quire.models.own_attention import model_inputs
 from quire.models.rope import PROBED_POSITIONS, Probe, Rotations, find_rotaries
 from quire.models.rotary import Rotary
+from quire.policies.windows import slices
 
 HIDDEN = "hidden_states"
 QUERIES = ("q_proj", "q_a_proj", "q_b_proj", "indexer.wq_b")
@@ -376,6 +378,11 @@ class Observing:
         dims = [heads.key_dim for heads in self._spec.heads]
         return Rotations(self._rotaries, dims, model.device, select_frequencies)
 
+    @cached_property
+    def output_projections(self) -> "OutputProjections | str":
+        with torch.inference_mode():
+            return find_output_projections(self._model, self._spec, self._probe)
+
     def close(self) -> None:
         for handle in (*(vars(self).pop("_similarity_hooks", None) or ()), *self._inputs):
             handle.remove()
@@ -572,3 +579,124 @@ def _watch(layer: _Layer, part: str, bridge: Bridge) -> list[RemovableHandle]:
         layer.module.register_forward_pre_hook(note_before, with_kwargs=True),
         child.register_forward_pre_hook(report_similarity, with_kwargs=True),
     ]
+
+
+# ---- output projections --------------------------------------------------------------------------
+
+# A probe forward with random outputs of attention finds the linear layer that gets them unchanged.
+# Its weight is read as it is stored, or by products with unit vectors if it is stored in codes.
+
+ReadWeight = Callable[[], Tensor]
+"""Returns a weight [outer, inner]."""
+
+
+class OutputProjections:
+    """The output projections of layers that evict, and of those that read their lanes.
+
+    Args:
+        weights: of each layer that evicts: of its own projection, and of those of the layers that
+            read its lanes, in the order of their query heads.
+        heads: heads of all layers.
+    """
+
+    def __init__(
+        self, weights: Mapping[int, Sequence[ReadWeight]], heads: Sequence[HeadShape]
+    ) -> None:
+        self._weights, self._heads = weights, heads
+
+    @torch.inference_mode()
+    def lengths(
+        self, layers: Sequence[int], values: Float[Tensor, "lane slot value_dim"]
+    ) -> Float[Tensor, "lane slot"]:
+        by_layer = values.view(len(layers), -1, *values.shape[1:])
+        found: Tensor = by_layer.new_zeros(by_layer.shape[:3])
+        different = tuple(dict.fromkeys(layers))
+        for index, layer in enumerate(different):
+            own = slice(index, None, len(different))  # a layer of all sequences
+            heads, readers = self._heads[layer], self._weights[layer]
+            group, lanes_each = heads.group * len(readers), found.shape[1] // heads.kv_heads
+            for reader, weight in enumerate(readers):
+                for head, columns in enumerate(torch.split(weight(), heads.value_dim, dim=1)):
+                    kv_head, member = divmod(head, heads.group)
+                    member += reader * heads.group
+                    lane = kv_head * lanes_each + member * lanes_each // group
+                    lengths = _projected_lengths(by_layer[own, lane], columns.float())
+                    found[own, lane] += lengths * (lanes_each / group)
+        return found.flatten(0, 1)
+
+
+def _projected_lengths(
+    values: Float[Tensor, "row slot value_dim"], columns: Float[Tensor, "outer value_dim"]
+) -> Float[Tensor, "row slot"]:
+    flat = values.flatten(0, 1)
+    found = flat.new_empty(len(flat))
+    for part in slices(len(flat), len(columns)):
+        found[part] = (flat[part] @ columns.T).abs_().sum(dim=1)
+    return found.view(values.shape[:2])
+
+
+def find_output_projections(
+    model: nn.Module, spec: ModelSpec, probe: Probe
+) -> OutputProjections | str:
+    """Find the output projections of attention, or why a layer has none that a rule can read."""
+    seen, weights = _Outputs(), dict[int, list[ReadWeight]]()
+    linears = (one for one in model.modules() if hasattr(one, "in_features") or hasattr(one, "nf"))
+    handles = [one.register_forward_hook(seen.note) for one in linears]
+    try:
+        probe((0, 1), seen)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for number, layer in enumerate(spec.layers):
+        source = number if layer.source is None else layer.source
+        if not (layer.attends and spec.layers[source].stores_all):
+            continue
+        read, name = seen.reads.get(number), type(model).__name__
+        if read is None:
+            return f"layer {number} of {name} changes the output of attention before projecting it"
+        weights.setdefault(source, []).append(read)
+    return OutputProjections(weights, spec.heads)
+
+
+class _Outputs(OwnValue):
+    """Attention with random outputs, and how to read the weight that projects those of a layer."""
+
+    def __init__(self) -> None:
+        self.reads: dict[int, ReadWeight] = {}
+        self._last: tuple[int, Tensor] | None = None
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = super().attend(call, query, key, value)
+        drawn = torch.randn(out.shape, generator=torch.Generator().manual_seed(call.layer))
+        drawn = drawn.to(out)
+        self._last = call.layer, drawn.flatten(1)
+        return drawn
+
+    def note(self, module: Any, args: tuple[Any, ...], projected: Tensor) -> None:
+        if self._last is None or not isinstance(projected, Tensor):
+            return
+        layer, given = self._last
+        rows = args[0].reshape(-1, args[0].shape[-1])
+        if rows.shape != given.shape or not torch.equal(rows, given):
+            return
+        expected = (projected - module(torch.zeros_like(args[0]))).reshape(len(rows), -1)
+        for read in (partial(_stored_weight, module), partial(_by_products, module, rows)):
+            weight = read().float()
+            fits = weight.ndim == 2 and weight.shape[1] == rows.shape[1]
+            if fits and _near(rows.float() @ weight.T, expected):
+                self.reads[layer] = read
+                return
+
+
+def _stored_weight(module: Any) -> Tensor:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        return torch.empty(0)
+    return weight.T if isinstance(module, Conv1D) else weight
+
+
+def _by_products(module: Any, like: Tensor) -> Tensor:
+    width = like.shape[1]
+    units = torch.cat([like.new_zeros(1, width), torch.eye(width).to(like)])
+    products: Tensor = module(units)
+    return (products[1:] - products[:1]).T

@@ -34,7 +34,7 @@ from quire.models.base import PagedAttention
 from quire.models.bridge import ATTENTION_NAME, BRIDGE_ATTRIBUTE, install, register, uninstall
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
-from quire.models.observing import Observing
+from quire.models.observing import Observing, OutputProjections
 from quire.models.own_attention import model_inputs, reference_attention
 from quire.models.rope import RopeVariants, Rotations
 from quire.models.support import refuse_class, refuse_config
@@ -121,6 +121,9 @@ class WrappedModel:
 
     def rotations(self, rope_variant: int = 0) -> Rotations | None:
         return self._observing.rotations(lambda: self._frequencies(rope_variant))
+
+    def output_projections(self) -> OutputProjections | str:
+        return self._observing.output_projections
 
     @contextmanager
     def _frequencies(self, rope_variant: int) -> Iterator[None]:

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.errors import PolicyError
+from quire.errors import ConfigError, PolicyError
 from quire.layout.statistics import Statistic
 from quire.policies.choose import choose_pieces, choose_slots, in_whole_pieces
 from quire.policies.options import check_at_least
@@ -60,6 +60,8 @@ class EvictionPolicy(ABC):
     """Whether the rule reads keys or values; if not, no memory is reserved for copies of them."""
     scores_in_pages: ClassVar[str] = ""
     """Plane that the rule reads by `KVView.in_pages` only, if that gives scores; "" for none."""
+    reads_projection: ClassVar[bool] = False
+    """Whether the rule reads `KVView.projected_lengths`; models that cannot give them refuse it."""
     not_on_latents: ClassVar[str] = ""
     """Why the scores have no meaning for latents (MLA), and what to use; "" for rules that have."""
     extra: ClassVar[str] = ""
@@ -322,6 +324,101 @@ class SinksAndRecent(ScorePolicy):
     def protected_ends(self, keep: Keep) -> tuple[int, int | Keep]:
         del keep
         return self.sinks, self.recent
+
+
+class WrappingPolicy(ScorePolicy):
+    """A score rule around another one, its option `base`, whose protected slots are retained.
+
+    Subclasses are dataclasses with the option; they override `score` or `choose`.
+    """
+
+    name: ClassVar[str]
+    """Registered name, for errors."""
+    base: EvictionPolicy
+
+    def __post_init__(self) -> None:
+        base = type(self.base).__name__
+        if not isinstance(self.base, ScorePolicy):
+            raise ConfigError(
+                f"{self.name} reads the scores of its base, and {base} returns none; use a base "
+                "that scores tokens, such as h2o"
+            )
+        if type(self.base).select is not ScorePolicy.select:
+            raise ConfigError(
+                f"{self.name} ranks scores, and {base} does more than rank its own; nest "
+                f"{self.name} inside, such as kvcrush:base=({self.name}:base=h2o)"
+            )
+
+    @property
+    def scope(self) -> str:
+        return self.base.scope
+
+    @property
+    def lanes_apart(self) -> bool:
+        return self.base.lanes_apart
+
+    @property
+    def scores_heads(self) -> bool:
+        return self.rule.scores_heads
+
+    @property
+    def rerotates_keys(self) -> bool:
+        return self.base.rerotates_keys
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        return self.base.statistics
+
+    @property
+    def min_cap(self) -> int:
+        return self.base.min_cap
+
+    @property
+    def protects_ends(self) -> bool:
+        return self.rule.protects_ends
+
+    @property
+    def only_ranks(self) -> bool:
+        own = type(self)
+        changes = own.choose is not WrappingPolicy.choose or own.select is not ScorePolicy.select
+        return not changes and self.rule.only_ranks
+
+    def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
+        return self.rule.checked_score(view)
+
+    def protected_ends(self, keep: Keep) -> tuple[int, int | Keep]:
+        return self.rule.protected_ends(keep)
+
+    def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
+        return self.rule.protected(view, keep)
+
+    def choose(
+        self,
+        view: KVView,
+        score: Float[Tensor, "lane slot"],
+        protected: Bool[Tensor, "lane slot"],
+        keep: Int[Tensor, " lane"],
+        piece_tokens: int = 1,
+    ) -> Bool[Tensor, "lane slot"]:
+        return self.rule.choose(view, score, protected, keep, piece_tokens)
+
+    @property
+    def rule(self) -> ScorePolicy:
+        """The base."""
+        assert isinstance(self.base, ScorePolicy), "checked in __post_init__"
+        return self.base
+
+    def require_weights(self, view: KVView, score: Float[Tensor, "lane slot"]) -> None:
+        """Refuse negative scores.
+
+        Raises:
+            PolicyError: names the base.
+        """
+        if view.breaks_contract((score < 0) & view.live):
+            raise PolicyError(
+                f"{self.name} needs scores >= 0, and {type(self.base).__name__} returned negative "
+                "ones; use a base whose scores are attention weights, such as h2o"
+            )
 
 
 class StoredScorePolicy(ScorePolicy):

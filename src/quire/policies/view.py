@@ -1,6 +1,6 @@
 """The view a policy reads: sequences, whole layers, slots in the order of positions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -66,6 +66,25 @@ class Rotation(Protocol):
         ...
 
 
+@runtime_checkable
+class OutputProjection(Protocol):
+    """Output projections of attention, for rules that measure values behind them."""
+
+    def lengths(
+        self, layers: Sequence[int], values: Float[Tensor, "lane slot value_dim"]
+    ) -> Float[Tensor, "lane slot"]:
+        """Return the L1 norm of each projected value, mean over the query heads of its lane.
+
+        Each query head projects a value by its own columns of the layer's output projection.
+
+        Args:
+            layers: layers of the model, in order, once for each sequence.
+            values: float32, of as many lanes in each of the layers: one for each KV head, or one
+                for each query head.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class KVView:
     """The lanes of whole layers of one or several sequences. A lane is a KV head of a layer.
@@ -89,6 +108,8 @@ class KVView:
         layer_scales: factor on products of queries and keys, of each layer; empty: 1.
         alibi: biases of logits by the positions of keys, in all layers; None: no biases.
         rotation: RoPE of queries; only for rules that need it (expected_attention).
+        projection: output projections of attention; only for rules that declare it
+            (`EvictionPolicy.reads_projection`).
         group: query heads that share the KV head of a lane, those of all layers that read it.
         readers: layers that read the lanes of each layer, whose queries all count; [lane, 1] if it
             differs between layers.
@@ -109,6 +130,7 @@ class KVView:
     layer_scales: tuple[float, ...] = ()
     alibi: Alibi | None = None
     rotation: Rotation | None = None
+    projection: OutputProjection | None = None
     group: int = 1
     readers: int | Int[Tensor, "lane 1"] = 1
     breaches: list[Bool[Tensor, ""]] | None = None
@@ -186,6 +208,19 @@ class KVView:
         """
         slots = self.slots
         return slots.in_pages(plane) if isinstance(slots, PagedSlotReader) else None
+
+    def projected_lengths(self) -> Float[Tensor, "lane slot"]:
+        """Return the L1 norm of each value behind the output projection; see `OutputProjection`.
+
+        Raises:
+            PolicyError: the view was built without output projections.
+        """
+        if self.projection is None:
+            raise PolicyError(
+                "this view was built without output projections; use value_norm, which reads none"
+            )
+        layers = self.layers or tuple(range(self.shape[0] // self.heads_per_layer))
+        return self.projection.lengths(layers, self.values)
 
     def statistic(self, statistic: Statistic) -> Float[Tensor, "..."]:
         """Return the stored values of a declared statistic.

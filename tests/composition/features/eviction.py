@@ -16,6 +16,7 @@ RULES = {
     "keydiff": ("keydiff", "keys"),
     "lagkv": ("lagkv:lag=4,sinks=2", "keys and values of later tokens"),
     "value_norm": ("value_norm:base=(h2o:recent=3)", "values, around another rule"),
+    "criticalkv": ("criticalkv:base=(snapkv:window=4)", "values behind the output projection"),
     "rkv": ("rkv:window=4", "redundancy"),
     "kvcrush": ("kvcrush:base=(h2o:recent=3),share=0.5", "representatives, around another rule"),
     "kmeans": ("kmeans:share=0.5", "representatives by k-means"),
@@ -24,6 +25,7 @@ OTHER_FORMS = {
     "random": ("random:scope=lane",),
     "tova": ("tova:scope=lane",),
     "value_norm": ("value_norm:base=tova",),
+    "criticalkv": ("criticalkv:base=tova",),
     "kvcrush": (
         "kvcrush:base=tova,share=0.5",
         "kvcrush:base=keydiff,share=0.5",

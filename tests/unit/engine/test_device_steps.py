@@ -117,6 +117,7 @@ RULES = {
     "keydiff": "keydiff:",
     "knorm": "knorm:",
     "value_norm": "value_norm:base=h2o",
+    "criticalkv": "criticalkv:base=h2o",
     "random": "random:",
     "kvcrush": "kvcrush:",
 }

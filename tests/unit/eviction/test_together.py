@@ -20,6 +20,7 @@ from support import engines
 from support.kv_options import kv_config
 
 OPTIONS = {
+    "criticalkv": "base=(snapkv:window=3)",
     "kvcrush_openvino": "granularity=page",
     "lagkv": "sinks=1,lag=2",
     "snapkv": "window=3",
@@ -106,6 +107,7 @@ RANDOM_CASES = {
     "keydiff": "keydiff:recent=1",
     "knorm": "knorm:",
     "value_norm": "value_norm:base=h2o",
+    "criticalkv": "criticalkv:base=h2o",
     "random": "random:sinks=1",
     "kvcrush": "kvcrush:",
     "lagkv": "lagkv:sinks=1,lag=2",

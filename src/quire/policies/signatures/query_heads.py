@@ -61,7 +61,7 @@ class _QueryHeads(KVView):
         return self.of_lanes.positions.repeat_interleave(self.of_lanes.group, dim=0)
 
 
-_COPIED = ("layers", "head_dim", "layer_scales", "alibi", "rotation", "breaches")
+_COPIED = ("layers", "head_dim", "layer_scales", "alibi", "rotation", "projection", "breaches")
 
 
 def _by_head(number: int | Tensor, group: int) -> int | Tensor:

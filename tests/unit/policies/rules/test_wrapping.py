@@ -1,0 +1,218 @@
+"""Rules around another one: `value_norm` and `criticalkv`, with numbers by hand."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from quire.errors import ConfigError, PolicyError
+from quire.layout.model import HeadShape
+from quire.layout.statistics import AttentionSum
+from quire.models.observing import OutputProjections
+from quire.policies.base import LANE, LAYER, EvictionPolicy
+from quire.policies.h2o import H2O
+from quire.policies.registry import make_policy
+from quire.policies.signatures.query_heads import by_query_head
+from quire.policies.tova import TOVA
+from quire.policies.value_norm import ValueNorm
+from quire.policies.view import KVView
+from support.histories import Slots, best, changed, make_history
+
+
+def two_tokens_view() -> KVView:
+    """Attention sums 3 2 1 0 of tokens whose value norms are 1, 5 (3 and 4), 2 and 9."""
+    values = torch.tensor([[[1.0, 0.0], [3.0, 4.0], [0.0, 2.0], [9.0, 0.0]]])
+    return KVView(
+        torch.arange(4)[None],
+        next_position=4,
+        statistics={AttentionSum().name: torch.tensor([[3.0, 2.0, 1.0, 0.0]])},
+        slots=Slots(values, values),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "scores"),
+    [
+        ({}, [3, 10, 2, 0]),  # 3 * 1, 2 * 5, 1 * 2, 0 * 9
+        ({"power": 0.0}, [3, 2, 1, 0]),
+        ({"power": 2.0}, [3, 50, 4, 0]),
+        ({"epsilon": 1.0}, [4, 15, 4, 9]),
+    ],
+)
+def test_scores_are_multiplied_by_value_norms(options, scores) -> None:
+    rule = ValueNorm(base=H2O(recent=0), **options)
+
+    assert rule.score(two_tokens_view())[0].tolist() == pytest.approx(scores)
+
+
+def test_statistics_protection_and_min_cap_are_those_of_the_base() -> None:
+    rule = make_policy("value_norm:base=(h2o:recent=7,sinks=2,heads=max),power=2")
+
+    assert rule.base == H2O(recent=7, sinks=2, heads="max")
+    assert rule.power == 2
+    assert rule.statistics == (AttentionSum("max"),)
+    assert rule.min_cap == 10
+    assert ValueNorm(base=TOVA()).scope == LAYER
+
+    view = make_history(tokens=40, group=2, layers=(1, 2)).view(rule.statistics)
+    keep = torch.full((view.positions.shape[0],), 12)
+    assert rule.protected(view, keep).equal(rule.base.protected(view, keep))
+
+
+@pytest.mark.parametrize("base", ["h2o", "average", "roco", "snapkv:window=4", "tova", "sinks"])
+@pytest.mark.parametrize("options", ["value_norm:power=0", "criticalkv:first=1"])
+def test_rule_without_a_change_equals_the_base_rule(base: str, options: str) -> None:
+    wrapped, alone = make_policy(f"{options},base=({base})"), make_policy(base)
+    history = make_history(tokens=60, group=2, layers=(1, 2), ragged=alone.scope == LANE)
+    view = history.view(alone.statistics)
+    keep = torch.full((view.positions.shape[0],), 20)
+
+    assert wrapped.select(view, keep).equal(alone.select(view, keep))
+
+
+def test_value_norm_can_be_nested() -> None:
+    rule = make_policy("value_norm:base=(value_norm:base=(h2o:recent=0))")
+
+    assert rule.score(two_tokens_view())[0].tolist() == pytest.approx([3, 50, 4, 0])
+
+
+def test_base_with_negative_scores_is_refused_by_name() -> None:
+    for name in ("value_norm", "criticalkv"):
+        rule = make_policy(f"{name}:base=knorm")
+
+        with pytest.raises(PolicyError, match=f"{name} needs scores >= 0, and KNorm returned neg"):
+            rule.select(two_tokens_view(), torch.tensor([3]))
+
+
+@dataclass(frozen=True)
+class Unscored(EvictionPolicy):
+    def select(self, view, keep, piece_tokens=1):
+        return view.live
+
+
+def test_base_without_scores_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="value_norm reads the scores of its base, and Unscored returns none"
+    ):
+        ValueNorm(base=Unscored())
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("value_norm:power=-1", "power >= 0"),
+        ("value_norm:epsilon=-1", "epsilon >= 0"),
+        ("criticalkv:epsilon=-1", "epsilon >= 0"),
+        ("criticalkv:first=1.5", "0 <= first <= 1, .* got 1.5"),
+        ("criticalkv:base=kvcrush", "nest criticalkv inside"),
+    ],
+)
+def test_wrong_options_are_refused(text: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        make_policy(text)
+
+
+def six_tokens_view() -> KVView:
+    """Tokens whose projected values have the lengths 1 1 1 4 3 60, by hand.
+
+    Two query heads share the lane. The first projects (a, b) to itself, the second to (2a, 0):
+    the mean of their lengths |a| + |b| and 2 |a| is (3 |a| + |b|) / 2.
+    """
+    values = torch.tensor([[[0, 2], [0, -2], [0, 2], [2, 2], [-2, 0], [40, 0]]]).float()
+    weight = torch.tensor([[1.0, 0, 2, 0], [0, 1, 0, 0]])
+    heads = HeadShape(query_heads=2, kv_heads=1, key_dim=2, value_dim=2)
+    return KVView(
+        torch.arange(6)[None],
+        next_position=6,
+        statistics={AttentionSum().name: torch.tensor([[6.0, 4, 3, 1, 1, 0]])},
+        slots=Slots(values, values),
+        projection=OutputProjections({0: [lambda: weight]}, [heads]),
+        group=2,
+    )
+
+
+def test_projected_lengths_of_the_example() -> None:
+    assert six_tokens_view().projected_lengths().tolist() == [[1, 1, 1, 4, 3, 60]]
+
+
+@pytest.mark.parametrize(
+    ("options", "piece_tokens", "retained"),
+    [
+        # 0 and 1 by score; then 3 * 1, 1 * 4, 1 * 3 and almost 0 * 60: of the equal 3, epsilon
+        # decides for the longer value
+        ("", 1, [0, 1, 3, 4]),
+        ("epsilon=0", 1, [0, 1, 2, 3]),
+        ("epsilon=1", 1, [0, 1, 3, 5]),  # 4 * 1, 2 * 4, 2 * 3, 1 * 60
+        ("epsilon=1,first=0.7", 1, [0, 1, 3, 5]),  # floor(2.8)
+        ("epsilon=1,first=0.75", 1, [0, 1, 2, 5]),
+        ("epsilon=1,first=0", 1, [0, 3, 4, 5]),  # 7, 5, 4, 8, 6, 60
+        ("epsilon=1,base=(h2o:recent=1,sinks=0)", 1, [0, 3, 4, 5]),  # 5 is protected; floor(1.5)
+        # pieces by score: 5, 2, 0.5; the rest by (4 + 8) / 2 and (6 + 60) / 2
+        ("epsilon=1", 2, [0, 1, 4, 5]),
+        ("", 2, [0, 1, 2, 3]),
+    ],
+)
+def test_criticalkv_selects_by_score_and_then_by_projected_values(
+    options: str, piece_tokens: int, retained: list[int]
+) -> None:
+    base = "" if "base=" in options else ",base=(h2o:recent=0)"
+    rule = make_policy(f"criticalkv:{options}{base}".replace(":,", ":"))
+
+    found = rule.select(six_tokens_view(), torch.tensor([4]), piece_tokens)
+
+    assert found[0].nonzero().flatten().tolist() == retained
+
+
+@pytest.mark.parametrize("base", ["h2o:recent=3,sinks=2", "snapkv:window=4", "tova"])
+@pytest.mark.parametrize("first", [0.0, 0.5, 0.8])
+def test_criticalkv_equals_a_plain_selection(base: str, first: float) -> None:
+    rule = make_policy(f"criticalkv:base=({base}),first={first}")
+    alone = rule.base
+    history = make_history(tokens=60, group=2, layers=(1, 2), ragged=alone.scope == LANE)
+    view, keep = history.view(rule.statistics), 20
+    scores = alone.score(view).double().numpy()
+    protected = alone.protected(view, torch.full((4,), keep)).numpy()
+    weighted = scores + 1e-4
+    for lane, layer in enumerate((1, 1, 2, 2)):
+        for slot, token in enumerate(history.cached[lane]):
+            value = history.values[lane, token]
+            heads = view.projection.matrices(layer)
+            weighted[lane, slot] *= np.mean([np.abs(of @ value).sum() for of in heads])
+    if alone.scope == LAYER:
+        for both in (scores, weighted):
+            both[:] = both.reshape(2, 2, -1).mean(axis=1).repeat(2, axis=0)
+    expected = []
+    for lane, cached in enumerate(history.cached):
+        held = np.flatnonzero(protected[lane]).tolist()
+        slots = range(len(cached))
+        stage = best({s: scores[lane, s] for s in slots}, held, len(held) + _of(first, held, keep))
+        expected.append(best({s: weighted[lane, s] for s in slots}, stage, keep))
+
+    retained = rule.select(view, torch.full((4,), keep))
+
+    assert [lane.nonzero().flatten().tolist() for lane in retained] == expected
+
+
+def _of(first: float, held: list[int], keep: int) -> int:
+    return math.floor(round(first * (keep - len(held)), 9))
+
+
+def test_criticalkv_scores_query_heads_apart_in_kvcrush() -> None:
+    """Each head sets its bits by the length behind its own columns."""
+    view = six_tokens_view()
+    each = AttentionSum().each()
+    heads = by_query_head(
+        changed(view, statistics={each.name: view.statistic(AttentionSum()).expand(2, 6)}),
+        (AttentionSum(),),
+    )
+
+    assert heads.projected_lengths().tolist() == [[2, 2, 2, 4, 2, 40], [0, 0, 0, 4, 4, 80]]
+
+
+def test_view_without_projections_is_refused() -> None:
+    rule = make_policy("criticalkv:base=(h2o:recent=0)")
+
+    with pytest.raises(PolicyError, match="without output projections; use value_norm"):
+        rule.select(changed(six_tokens_view(), projection=None), torch.tensor([4]))
