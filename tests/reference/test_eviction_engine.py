@@ -42,11 +42,12 @@ RULES = {
     "projected": f"criticalkv:{BLOCKS},base=(h2o:recent=4),budget=ada",
     "crushed": f"kvcrush:{BLOCKS},base=(h2o:recent=4)",
     "crushed pages": "kvcrush:cap=32,every=8,granularity=page,base=(h2o:recent=4),share=0.5",
+    "heads": f"recent:{BLOCKS},sinks=2,budget=(duo:scores=0.9/0.1/0.3/0.2,streaming=0.6)",
     "settled": f"h2o:{BLOCKS},recent=4,when=decode,budget=squeeze",
 }
 ALLOW = (
-    "recent; h2o; h2o:budget=ada; h2o:budget=squeeze; tova; keydiff; snapkv:window=8; "
-    "kvcrush:base=(h2o:recent=4); criticalkv:base=(h2o:recent=4)"
+    "recent; recent:budget=(duo:scores=0.5x4); h2o; h2o:budget=ada; h2o:budget=squeeze; tova; "
+    "keydiff; snapkv:window=8; kvcrush:base=(h2o:recent=4); criticalkv:base=(h2o:recent=4)"
 )
 
 
@@ -457,6 +458,13 @@ def test_a_rule_with_statistics_starts_at_a_block_that_stores_them():
         ({"evict_allow": "recent"}, "h2o:cap=90", "serves full, recent"),
         ({"evict_allow": "snapkv"}, "snapkv:cap=90,window=9", "--evict-allow 'snapkv:window=9'"),
         ({"evict_allow": "tova"}, "tova:cap=90,scope=lane", "needs one-head pages"),
+        (
+            {"evict": "sinks:cap=9,every=1"},
+            "sinks:cap=90,budget=(duo:scores=1x4)",
+            "one-head pages",
+        ),
+        ({"evict_allow": "all"}, "h2o:cap=9,budget=(duo:scores=/etc/hosts)", "name the file /etc/"),
+        ({"evict_allow": "all"}, "h2o:cap=90,budget=(duo:scores=smollm2)", "expected 4 scores"),
         ({"evict": RULES["h2o"], "evict_allow": "none"}, "h2o:cap=90", "may not name a rule"),
         ({"evict_allow": "all"}, "h2o:cap=9,every=9", "expected 1 <= every < cap"),
         ({"evict_allow": "all"}, "h2p:cap=9", "unknown eviction policy 'h2p'"),
@@ -639,6 +647,7 @@ BY_LAYER = [
     f"h2o:cap=24,recent=4,{AT_THE_END}",
     f"h2o:cap=40,recent=4,granularity=page,{AT_THE_END}",
     f"h2o:cap=30,recent=4,budget=pyramid,{AT_THE_END}",
+    f"sinks:cap=34,budget=(duo:scores=0.1/0.3/0.4/0.2),{AT_THE_END}",
     f"snapkv:cap=40,window=8,{AT_THE_END}",
     f"expected_attention:cap=24,{AT_THE_END}",
     f"kvcrush:cap=24,base=(h2o:recent=4),{AT_THE_END}",
@@ -700,7 +709,7 @@ def test_recomputed_prompt_is_cut_by_layer_as_recorded(codec):
     assert largest_difference(ours.logits, expected.logits) <= 1e-4
 
 
-@pytest.mark.parametrize("rule", [BY_LAYER[0], BY_LAYER[2], BY_LAYER[5]])
+@pytest.mark.parametrize("rule", [BY_LAYER[0], BY_LAYER[2], BY_LAYER[5], BY_LAYER[6]])
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 def test_prefixes_of_prompts_computed_by_layer_are_cached_as_by_chunk(rule, model, monkeypatch):
     other = PROMPT[:80] + [5] * 40

@@ -1,6 +1,8 @@
-"""`quire calibrate`: measures the constants that some KV codecs need and stores them."""
+"""`quire calibrate`: measures the constants of KV codecs, or the retrieval heads, of a model."""
 
+import random
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from quire.models.loader import LoadedModel
 
 MAX_TOKENS = 1 << 20  # queries, keys and values of all tokens are in memory at once
+PROMPT_TOKENS = 512  # of --retrieval-heads
 LONGEST_TOKEN_CHARACTERS = 16  # bounds the text that is tokenized
 
 
@@ -43,6 +46,15 @@ class CalibrateFlags:
     output: Path | None = option(
         None, help="Output folder. Default: the model's folder.", common=True
     )
+    retrieval_heads: Path | None = option(
+        None,
+        help="Measure the retrieval scores of the KV heads for budget=(duo:scores=FILE), and write "
+        "them to this file, instead of codecs.",
+        common=True,
+    )
+    prompts: int = option(
+        16, help="Synthetic prompts for --retrieval-heads, of at most 512 tokens.", min_value=1
+    )
     threads: int = threads_option()
     config: Path | None = config_option()
     as_json: bool = json_option()
@@ -61,6 +73,7 @@ def calibrate(
 ) -> None:
     """Measure the constants that some KV codecs need and store them in the model's folder.
 
+    With --retrieval-heads, scores of KV heads for the budget duo are measured instead.
     Channel scales, channel ranges and codebooks are fitted to three quarters of the text. The
     printed relative errors of query-key products and of values are measured on the other quarter.
     """
@@ -80,6 +93,17 @@ def calibrate(
         read_format(fill_plain(part, "float32"))
     with status(f"loading {model}"):
         loaded = load_model(model)
+    if flags.retrieval_heads is not None:
+        with status(f"measuring {flags.prompts} prompts"):
+            heads = _retrieval_heads(loaded, flags.prompts, flags.retrieval_heads)
+        if flags.as_json:
+            config = {
+                "model": model,
+                "prompts": flags.prompts,
+                "output": str(flags.retrieval_heads),
+            }
+            print_json(envelope("calibrate", {"kv_heads": heads}, {}, config))
+        return
     folder = flags.output or loaded.folder
     with status(f"running {flags.tokens:,} tokens"):
         vectors = read_vectors(loaded.decoder, _token_ids(loaded, flags.text, flags.tokens))
@@ -118,6 +142,35 @@ def _one(
         for path in write_constants(folder, form, measured, notes):
             typer.echo(f"written: {path}")
     return {"product_error": product, "value_error": value}
+
+
+def _retrieval_heads(loaded: "LoadedModel", prompts: int, file: Path) -> int:
+    """Write a file of the retrieval scores of a model, for `budget=duo`; return how many."""
+    from quire.evals.tasks.base import Setting
+    from quire.evals.tasks.needles import Needles, Passkey
+    from quire.eviction.calibration import retrieval_scores
+
+    if loaded.tokenizer is None:
+        raise ConfigError(f"{loaded.name} has no tokenizer, which --retrieval-heads needs")
+    encode = partial(loaded.tokenizer.encode, add_special_tokens=False, verbose=False)
+    tokens = min(PROMPT_TOKENS, loaded.spec.max_positions)
+    setting = Setting(
+        tokens=tokens, measure=lambda text: len(encode(text)), split="train", queries=2
+    )
+    texts = []
+    for number in range(prompts):
+        family = (Needles(needles=4), Passkey())[number % 2]
+        ids, answers = list[int](), list[int]()
+        for text, weight in family.build(random.Random(number), setting).training_spans():
+            some = encode(text)
+            answers += range(len(ids), len(ids) + len(some)) if weight == 1 else ()
+            ids += some
+        texts.append((ids, answers))
+    rows = retrieval_scores(loaded.decoder, texts)
+    lines = ("\t".join(f"{score:.4f}" for score in row) for row in rows)
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    typer.echo(f"written: {file}")
+    return sum(map(len, rows))
 
 
 def _token_ids(loaded: "LoadedModel", text: Path | None, tokens: int) -> list[int]:

@@ -157,7 +157,7 @@ class _Policy:
 def _equal_caps_per_layer(eviction: Eviction, heads: int) -> Eviction:
     """Set the caps of all heads of a layer to the smallest one, if they share a retained set."""
     caps, policy = eviction.spec.lane_capacities, eviction.policy
-    if caps is None or policy is None or policy.scope != LAYER:
+    if caps is None or policy is None or policy.scope != LAYER or eviction.budget.by_head:
         return eviction
     least = [min(caps[i : i + heads]) for i in range(0, len(caps), heads)]
     equal = tuple(cap for cap in least for _ in range(heads))

@@ -1,7 +1,7 @@
-"""Measures the constants of codecs on a model, and the errors of codecs in its attention.
+"""Measures the constants of codecs on a model, errors of codecs in its attention, retrieval heads.
 
 A text is processed without KV memory. Constants are measured on the keys and values of its first
-three quarters, errors on those of the last quarter.
+three quarters, errors on those of the last quarter. For retrieval heads see `retrieval_scores`.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.codecs.base import Codec
 from quire.codecs.registry import make_codec
 from quire.errors import ConfigError
+from quire.kernels.backend import AttentionMath
 from quire.kernels.dense import attend_dense
 from quire.kernels.latent import folded
 from quire.kv.coded_layers import KEY, VALUE, Constants, MeasuredConstants, sides_of
@@ -26,6 +27,7 @@ MEASURED_SHARE = 0.75  # fraction of tokens for constants; errors are measured o
 MIN_TOKENS = 64
 LONGEST_SEQUENCE_TOKENS = 2048
 ERROR_QUERIES = 256  # per layer
+STREAMING_SINKS, STREAMING_PARTS = 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +75,72 @@ class _Listening:
         by_head = [x.transpose(0, 1) for x in (query, key, value)]
         self.layers.append(call.layer)
         self.heard.append((by_head[0], by_head[1], by_head[2]))
-        positions = torch.arange(len(query), device=query.device)
-        math = math.at(positions, len(query) - 1)
-        q, k, v = (x[None] for x in by_head)
-        k, v = math.heads(k, v)
-        chunk = self.model.layers[call.layer].chunk
-        seen = None
-        if call.window is not None or chunk is not None:
-            seen = _seen(len(query), call.window, chunk, query.device)
-        out = attend_dense(q, k, v, math=math, seen=seen, causal=seen is None)
-        attended = out[0].transpose(0, 1)
-        return attended if call.latent is None else call.latent.unfold(attended)
+        return _attended(self.model, call, math, by_head)
+
+
+@dataclass(slots=True)
+class _Streaming:
+    """Attention within a text, which compares it with that of streaming heads.
+
+    Attributes:
+        model, states: as above.
+        rows: tokens whose attention is compared.
+        changes: relative change of the output of each layer and KV head.
+    """
+
+    model: ModelSpec
+    states: OneSequence
+    rows: Tensor
+    changes: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        math, query = folded(call.math, query)
+        by_head = [x.transpose(0, 1) for x in (query, key, value)]
+        out = _attended(self.model, call, math, by_head)
+        source = self.model.layers[call.layer].source
+        layer = call.layer if source is None else source
+        if not self.model.layers[layer].stores_all:
+            return out
+        tokens, device = len(query), query.device
+        near = _seen(tokens, max(1, tokens // STREAMING_PARTS), None, device)
+        sinks = torch.arange(tokens, device=device) < STREAMING_SINKS
+        near |= _seen(tokens, None, None, device) & sinks
+        exact, other = (
+            x[self.rows].double().view(len(self.rows), len(by_head[1]), -1)
+            for x in (out, _attended(self.model, call, math, by_head, near))
+        )
+        change = (exact - other).norm(dim=2) / exact.norm(dim=2).clamp_min(1e-30)
+        for head, found in enumerate(change.mean(dim=0).tolist()):
+            self.changes.setdefault((layer, head), []).append(found)
+        return out
+
+
+def _attended(
+    model: ModelSpec,
+    call: AttentionCall,
+    math: AttentionMath,
+    by_head: Sequence[Tensor],
+    seen: Tensor | None = None,
+) -> Tensor:
+    """Attention of all tokens of a text [token, head, dim], to the keys of a mask if there is one.
+
+    Args:
+        model: the model.
+        call: the layer's parameters.
+        math: its operations on logits.
+        by_head: queries, keys and values [head, token, dim].
+        seen: [1, 1, query, key]; None: those of the layer.
+    """
+    q, k, v = (x[None] for x in by_head)
+    tokens, device = q.shape[2], q.device
+    math = math.at(torch.arange(tokens, device=device), tokens - 1)
+    k, v = math.heads(k, v)
+    chunk = model.layers[call.layer].chunk
+    if seen is None and (call.window is not None or chunk is not None):
+        seen = _seen(tokens, call.window, chunk, device)
+    out = attend_dense(q, k, v, math=math, seen=seen, causal=seen is None)
+    attended = out[0].transpose(0, 1)
+    return attended if call.latent is None else call.latent.unfold(attended)
 
 
 def _seen(tokens: int, window: int | None, chunk: int | None, device: torch.device) -> Tensor:
@@ -122,6 +179,44 @@ def read_vectors(decoder: Decoder, token_ids: Sequence[int]) -> list[LayerVector
         query, key, value = (torch.cat(side, dim=1) for side in zip(*of_parts, strict=True))
         found.append(LayerVectors(query, key, value, number))
     return found
+
+
+@torch.inference_mode()
+def retrieval_scores(
+    decoder: Decoder, texts: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[list[float]]:
+    """Measure how much the output of each KV head depends on distant tokens (for `budget=duo`).
+
+    The score of a head is |o - o'| / |o|, mean over the answers' tokens, of the outputs o of its
+    query heads, and o' if they see only the first `STREAMING_SINKS` tokens and the newest 1 /
+    `STREAMING_PARTS` of the text. One pass for each text.
+
+    Differs from DuoAttention (section 2.3), which trains a gate for each head, all at once, by the
+    distance of the last hidden states and an L1 penalty.
+
+    Args:
+        decoder: the model.
+        texts: token ids of prompts with answers, and the indices of the answers' tokens.
+
+    Returns:
+        One row for each layer that evicts, with the scores of its KV heads.
+
+    Raises:
+        ConfigError: no layer of the model evicts.
+    """
+    if not any(layer.stores_all for layer in decoder.spec.layers):
+        raise ConfigError("every layer of this model has a sliding window, chunks or a state")
+    changes: dict[tuple[int, int], list[float]] = {}
+    for token_ids, answers in texts:
+        ids = torch.tensor(token_ids, device=decoder.device)
+        before = torch.tensor(answers, device=decoder.device) - 1
+        states = OneSequence(len(ids), decoder.device)
+        listening = _Streaming(decoder.spec, states, before, changes)
+        decoder.forward(ids, torch.arange(len(ids), device=decoder.device), before, listening)
+    rows: dict[int, list[float]] = {}
+    for (layer, _), found in sorted(changes.items()):
+        rows.setdefault(layer, []).append(sum(found) / len(found))
+    return list(rows.values())
 
 
 def measure(vectors: Sequence[LayerVectors], form: KVFormat) -> MeasuredConstants:

@@ -24,6 +24,7 @@ from quire.layout.pages import CacheLayout, LaneGroup
 from quire.layout.statistics import ResidualSimilarity, Statistic
 from quire.policies.base import LANE, LAYER, EvictionPolicy
 from quire.policies.budgets.base import Budget
+from quire.policies.budgets.duo import read_scores
 from quire.policies.eviction import PAGE, TOKEN, Eviction, EvictionRule, LaneShape, make_eviction
 from quire.policies.options import without_parentheses
 from quire.policies.registry import (
@@ -51,6 +52,7 @@ class RuleRequirements:
         statistics: statistics of the policy and its budget.
         not_on_latents: why the policy, or the base of it, cannot score latents; "" if it can.
         reads_projection: whether the policy, or the base of it, reads output projections.
+        file: file that its budget reads; "" for none.
     """
 
     name: str
@@ -59,6 +61,7 @@ class RuleRequirements:
     statistics: frozenset[Statistic]
     not_on_latents: str = ""
     reads_projection: bool = False
+    file: str = ""
 
 
 def possible(
@@ -98,15 +101,16 @@ def served_by_rule(text: str, rule: EvictionRule) -> RuleRequirements:
 
 def _served(name: str, policy: EvictionPolicy, budget: Budget | None) -> RuleRequirements:
     statistics = () if budget is None else budget.statistics
-    ragged = budget is not None and budget.ragged
+    by_head = budget is not None and budget.by_head
     nested = list(_nested(policy))
     return RuleRequirements(
         name=name,
-        heads_apart=policy.scope == LANE or ragged,
+        heads_apart=policy.scope == LANE or by_head,
         rerotates_keys=policy.rerotates_keys,
         statistics=frozenset((*policy.statistics, *statistics)),
         not_on_latents=next(filter(None, (one.not_on_latents for one in nested)), ""),
         reads_projection=any(one.reads_projection for one in nested),
+        file="" if budget is None else budget.file,
     )
 
 
@@ -261,6 +265,9 @@ class EvictionRules:
         projection = provided.projection() if reads else None
         assert not isinstance(projection, str), "rules that read it are served"
         self.projection = projection
+        self._files = {rule.file for rule in self.served}
+        for file in self._files - {""}:
+            read_scores(file)
         if not self.mixes:
             refuse_mixture(self.served)
         self._storing = Storing(
@@ -330,6 +337,12 @@ class EvictionRules:
             self._require_named(text.partition(":")[0])  # other options would not help
             raise RequestError(f"evict: {error}", param="evict") from error
         if text != self.default.text:
+            if rule.budget.file not in {"", *self._files}:
+                raise RequestError(
+                    f"evict: requests may not name the file {rule.budget.file}; start the engine "
+                    "with it in --evict or --evict-allow, or give the numbers",
+                    param="evict",
+                )
             try:
                 self._require_several_heads(text, rule)
                 self._require_equal_records(text, rule)

@@ -77,9 +77,9 @@ BUDGET_WITHOUT_SCORES = _rule(
     instead="use budget=uniform, or a rule that returns scores",
 )
 BUDGET_OF_HEADS = _rule(
-    one="a budget that gives the heads of a layer unequal caps (ada, fastgen)",
-    other="a rule with one set per layer (recent, sinks; random and tova with `scope=layer`; "
-    "kvcrush and variants with `sets=layer`)",
+    one="a budget that gives the heads of a layer unequal caps (ada, fastgen, duo)",
+    other="a rule with one set per layer (tova with `scope=layer`, kvcrush and variants with "
+    "`sets=layer`; with ada and fastgen also recent, sinks, and random with `scope=layer`)",
     reason="budget {budget} divides a layer over its heads, and this rule retains one set for all "
     "heads of a layer",
     instead="use a rule with one set per head, such as h2o, scope=lane of tova and random, or "

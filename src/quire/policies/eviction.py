@@ -331,7 +331,7 @@ def _refuse_unsound(rule: EvictionRule, policy: EvictionPolicy, name: str, cap: 
     limit = None
     if (budget.needs_prompt or budget.ragged) and not isinstance(policy, ScorePolicy):
         limit = limits.BUDGET_WITHOUT_SCORES
-    elif budget.by_head and policy.scope == LAYER:
+    elif budget.by_head and policy.scope == LAYER and not _divides_heads(policy, budget):
         limit = limits.BUDGET_OF_HEADS
     elif policy.rerotates_keys and any(
         isinstance(one, QueryRing | QueryMoments) for one in statistics
@@ -344,6 +344,13 @@ def _refuse_unsound(rule: EvictionRule, policy: EvictionPolicy, name: str, cap: 
     if limit is not None:
         budget_name = type(budget).__name__.lower()
         raise limits.refused(limit, text=rule.text, budget=budget_name, cap=cap, name=name)
+
+
+def _divides_heads(policy: EvictionPolicy, budget: Budget) -> bool:
+    """Whether a rule with one set per layer can retain different numbers of its best slots."""
+    reads_scores = budget.needs_prompt or budget.ragged
+    by_position = isinstance(policy, ScorePolicy) and not policy.scores_heads
+    return by_position and not reads_scores and not policy.rerotates_keys
 
 
 def _check_leaving(rule: EvictionRule, cap: int, leaving: int) -> None:

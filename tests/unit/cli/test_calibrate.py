@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner, Result
 
 from quire.cli.calibrate import calibrate
 from quire.errors import ConfigError, UnknownName
+from quire.eviction.calibration import read_vectors, retrieval_scores
+from quire.models.loader import load_model
 
 
 def quire_calibrate(*arguments: str) -> Result:
@@ -52,6 +55,39 @@ def test_calibrate_on_a_text_file(tmp_path):
     result = quire_calibrate("--text", str(text), "--kv-codec", "int8", "--tokens", "128")
 
     assert result.output.startswith("int8: relative error of query-key products 0.0")
+
+
+def test_retrieval_scores_are_the_change_of_the_output_without_distant_tokens(tmp_path):
+    """Equal to attention written out for each head, on the first of the prompts."""
+    file = tmp_path / "heads.tsv"
+    result = quire_calibrate("--retrieval-heads", str(file), "--prompts", "2", "--json")
+    assert result.exception is None, result.output
+    assert json.loads(result.output.splitlines()[-1])["claims"] == {"kv_heads": 32}
+    decoder = load_model("quire-tiny").decoder
+    ids, answers = [(7 * i * i + i) % 500 for i in range(96)], [40, 90]
+
+    scores = retrieval_scores(decoder, [(ids, answers), (ids, answers[:1])])
+
+    shape = decoder.spec.heads[0]
+    assert [len(line.split("\t")) for line in file.read_text().splitlines()] == list(
+        map(len, scores)
+    )
+    for vectors, row in zip(read_vectors(decoder, ids), scores, strict=True):
+        for head, score in enumerate(row):
+            group = slice(head * shape.group, (head + 1) * shape.group)
+            changes = []
+            for query in (39, 89, 39):  # before the answers
+                near = [i < 4 or query - i < 96 // 8 for i in range(query + 1)]
+                logits = vectors.query[group, query] @ vectors.key[head, : query + 1].T
+                logits = logits.double() * shape.key_dim**-0.5
+                far = torch.where(torch.tensor(near), logits, -torch.inf)
+                exact, other = (
+                    (x.softmax(dim=1) @ vectors.value[head, : query + 1].double()).flatten()
+                    for x in (logits, far)
+                )
+                changes.append(float((exact - other).norm() / exact.norm()))
+            expected = ((changes[0] + changes[1]) / 2 + changes[2]) / 2
+            assert score == pytest.approx(expected, rel=1e-2)  # bfloat16
 
 
 def test_invalid_input_is_refused(tmp_path):

@@ -176,6 +176,8 @@ def test_invalid_policy_text_is_refused(text, error, message) -> None:
             "heads of a layer; use a rule with one set per head",
         ),
         ("tova:cap=99,budget=fastgen,when=decode", "budget fastgen divides a layer over its heads"),
+        ("tova:cap=99,budget=(duo:scores=1x8)", "budget duo divides a layer over its heads"),
+        ("streaming:cap=99,budget=(duo:scores=1x8)", "budget duo divides a layer over its heads"),
         (
             "streaming:cap=99,budget=lazy,when=decode",
             "queries are stored at their original positions, and keys are re-rotated; use",
@@ -202,6 +204,8 @@ def test_unsound_combinations_are_refused_with_an_alternative(text, message) -> 
         "streaming:cap=99,budget=squeeze,when=decode",
         "tova:cap=99,scope=lane,budget=ada",
         "h2o:cap=99,budget=fastgen,when=prefill_end",
+        "sinks:cap=99,budget=(duo:scores=1x8)",
+        "random:cap=99,budget=(duo:scores=smollm2),when=pressure",
         "h2o:cap=99,budget=ada,when=pressure,granularity=page",
         "value_norm:cap=99,base=h2o_sinks",
         "value_norm:cap=99,base=(value_norm:base=(h2o:recent=8),power=2)",
@@ -283,6 +287,7 @@ def test_percent_cap_is_a_cap_in_tokens_of_at_min_the_minimum_of_the_rule(
 BUDGETS = (
     *("pyramid", "(pyramid:beta=50)", "(pyramid:rounding=published)", "scissors"),
     *("(scissors:slope=0.99)", "squeeze", "(squeeze:share=0.01)", "lazy", "(lazy:sinks=99)"),
+    *("(duo:scores=1x8)", "(duo:scores=0.1/0.2/0.3x6,streaming=0.01)"),
     *("fastgen", "ada", "(by_layer:factors=1.5x2/0.5x2)", "(by_layer:factors=9/0.1/1/1)"),
 )
 

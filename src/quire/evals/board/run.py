@@ -6,12 +6,13 @@ stored.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
-from quire.errors import ConfigError, QuireError
-from quire.evals.board.grid import FULL, BoardEntry, Grid
+from quire.errors import ConfigError, QuireError, UnsoundCombination
+from quire.evals.board.grid import BoardEntry, Grid
 from quire.evals.pace import Pace
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
 from quire.evals.suite.cells import CellFolder, CellResult
@@ -20,7 +21,7 @@ from quire.evals.suite.runner import SampleRunner
 from quire.evals.suite.sanity import SKIPPED, Sanity, sanity_of
 from quire.evals.tune.scores import fingerprint_of
 from quire.layout.kv_format import fill_plain, read_format
-from quire.policies.registry import make_policy
+from quire.policies.eviction import make_eviction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +60,8 @@ class Board:
 def check_names(grid: Grid) -> None:
     """Check rules and codecs before any entry runs: those at the end would fail after hours."""
     for rule in grid.rules:
-        if rule != FULL:
-            make_policy(rule)
+        with suppress(UnsoundCombination):  # shown in the table
+            make_eviction(BoardEntry(rule, "50%", grid.schedules[0], grid.codecs[0]).evict)
     for codec in grid.codecs:
         read_format(fill_plain(codec, "float32"))
 

@@ -1,6 +1,6 @@
 """Interface of a budget: a frozen dataclass that divides `cap` tokens per lane.
 
-    fixed before prefill            lane_capacities   pyramid, scissors, by_layer
+    fixed before prefill            lane_capacities   pyramid, scissors, by_layer, duo
     set from the prompt's cache     finalize    squeeze, lazy, fastgen
     set at every eviction           divide      ada: moves slots between the heads of a layer
 
@@ -103,6 +103,11 @@ class Budget:
     def in_tokens(self) -> bool:
         """Whether the budget names tokens, so that the cap must be a number of tokens or bytes."""
         return False
+
+    @property
+    def file(self) -> str:
+        """File that the budget reads, "" for none; requests may name only those of the engine."""
+        return ""
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:

@@ -16,8 +16,15 @@ from quire.policies.budgets.base import Budget, Shape, share_out
 from quire.policies.registry import register_budget
 
 # few digits: the texts come from requests, and a number such as 1e-999999999 would exhaust memory
-_TOKENS = re.compile(r"(\d{1,9})(?:x([1-9]\d{0,2}))?", re.ASCII)
-_FACTOR = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(?:x([1-9]\d{0,2}))?", re.ASCII)
+_NUMBER = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(?:x([1-9]\d{0,2}))?", re.ASCII)
+
+
+def read_numbers(text: str) -> list[Fraction] | None:
+    """Read numbers with `/` between them; `8x4` means 8 four times. None: another form."""
+    parts = [_NUMBER.fullmatch(part.strip()) for part in text.split("/")]
+    if not all(parts):
+        return None
+    return [Fraction(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
 
 
 @register_budget("by_layer")
@@ -64,14 +71,8 @@ class ByLayer(Budget):
 
     def _numbers(self) -> list[Fraction]:
         """One number per layer."""
-        form = _FACTOR if self.factors else _TOKENS
-        parts = [form.fullmatch(part.strip()) for part in (self.caps or self.factors).split("/")]
-        numbers = [
-            number
-            for part in parts
-            for number in ([Fraction(part[1])] * int(part[2] or 1) if part else [Fraction(0)])
-        ]
-        if not numbers or min(numbers) <= 0:
+        numbers = read_numbers(self.caps or self.factors)
+        if not numbers or min(numbers) <= 0 or ("." in self.caps):
             raise ConfigError(
                 "expected numbers above 0 with / between layers, such as 512x2/256x2, got "
                 f"{self.caps or self.factors!r}"

@@ -1,4 +1,4 @@
-"""Budgets that are known before prefill: pyramid, scissors, and caps by layer."""
+"""Budgets that are known before prefill: pyramid, scissors, duo, and caps by layer."""
 
 import pytest
 from hypothesis import assume, given
@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from quire.errors import ConfigError, UnknownName
 from quire.policies.budgets.base import Shape, share_out
 from quire.policies.budgets.by_layer import ByLayer
+from quire.policies.budgets.duo import Duo, read_scores
 from quire.policies.budgets.pyramid import PUBLISHED, Pyramid
 from quire.policies.budgets.scissors import Scissors
 from quire.policies.registry import make_budget
@@ -137,6 +138,8 @@ def test_too_steep_pyramid_is_refused_with_a_suggestion() -> None:
         ("pyramid:bta=3", UnknownName, "did you mean beta"),
         ("scissors:slope=1", ConfigError, "0 <= slope < 1"),
         ("scissors:slope=nan", ConfigError, "needs a finite number"),
+        ("duo", ConfigError, "needs scores=smollm2, or scores=FILE"),
+        ("duo:scores=1x4,streaming=0", ConfigError, "0 < streaming <= 1"),
         ("by_layer", ConfigError, "needs caps=512/256/... or factors="),
         ("by_layer:caps=8/8,factors=1/1", ConfigError, "needs caps=512/256/... or factors="),
         ("by_layer:caps=8/x", ConfigError, "numbers above 0 with / between layers"),
@@ -180,6 +183,64 @@ def test_scissors_keep_the_total_and_increase(shape: Shape, slope: float) -> Non
 def test_too_steep_scissors_are_refused() -> None:
     with pytest.raises(ConfigError, match="gives the first layer no tokens besides the 9"):
         Scissors(slope=0.9).lane_capacities(shape_of(18, least=10))
+
+
+# ---- duo -----------------------------------------------------------------------------------------
+
+
+def test_retrieval_heads_hold_the_prompt_and_streaming_heads_a_fraction() -> None:
+    """cap 50, w 0, n 100, streaming 0.2: 10 each; 160 are left: 90 and 70 for the two highest.
+
+    With w = 9: C = 41, 8 + 9 = 17 each, 4 * 33 = 132 left: 83 up to 100, then 49 more than 17.
+    Equal scores: the lower lane first.
+    """
+    budget = Duo(scores="0.1/0.7/0.2/0.9", streaming=0.2)
+
+    assert budget.lane_capacities(shape_of(50, prompt=100)) == (10, 80, 10, 100)
+    assert budget.lane_capacities(shape_of(50, prompt=100, least=10)) == (17, 66, 17, 100)
+    same = Duo(scores="1x4", streaming=0.5)
+    assert same.lane_capacities(shape_of(50, layers=2, heads=2, prompt=100)) == (100, 50, 25, 25)
+
+
+@given(shapes, st.floats(0.01, 1), st.randoms())
+def test_duo_keeps_the_total_and_the_order_of_the_scores(shape: Shape, streaming, rng) -> None:
+    scores = [rng.randrange(5) for _ in range(shape.num_lanes)]
+    budget = Duo(scores="/".join(map(str, scores)), streaming=streaming)
+
+    caps = budget.lane_capacities(shape)
+
+    assert caps is not None
+    assert sum(caps) == shape.num_lanes * shape.cap
+    assert min(caps) >= shape.least
+    assert max(caps) <= max(shape.prompt_tokens, shape.cap)
+    by_score = [caps[lane] for lane in sorted(range(len(caps)), key=lambda lane: -scores[lane])]
+    assert by_score == sorted(caps, reverse=True)
+    if shape.prompt_tokens <= shape.cap:
+        assert set(caps) == {shape.cap}
+
+
+def test_scores_of_a_file_are_read_once(tmp_path) -> None:
+    file = tmp_path / "heads.tsv"
+    file.write_text("0.5\t1\n-2e-1\t0\n")
+    duo = Duo(scores=str(file), streaming=0.2)
+
+    assert duo.file == str(file)
+    assert duo.lane_capacities(shape_of(50, layers=2, heads=2, prompt=100)) == (80, 100, 10, 10)
+    file.unlink()
+    assert duo.lane_capacities(shape_of(50, layers=2, heads=2, prompt=100)) == (80, 100, 10, 10)
+    assert len(read_scores("smollm2")) == 30 * 3
+    assert Duo(scores="smollm2").file == Duo(scores="1x4").file == ""
+
+
+@pytest.mark.parametrize("text", ["", "0.5 nan", "0.5 heads"])
+def test_files_that_are_no_scores_are_refused(text, tmp_path) -> None:
+    file = tmp_path / "heads.tsv"
+    file.write_text(text)
+
+    with pytest.raises(ConfigError, match=r"budget duo: .*heads\.tsv"):
+        Duo(scores=str(file)).lane_capacities(shape_of(50))
+    with pytest.raises(ConfigError, match=r"expected 4 scores .* got 3; measure this model"):
+        Duo(scores="1x3").lane_capacities(shape_of(50))
 
 
 # ---- caps by layer -------------------------------------------------------------------------------
