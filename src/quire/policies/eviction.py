@@ -348,9 +348,9 @@ def _refuse_unsound(rule: EvictionRule, policy: EvictionPolicy, name: str, cap: 
 
 def _divides_heads(policy: EvictionPolicy, budget: Budget) -> bool:
     """Whether a rule with one set per layer can retain different numbers of its best slots."""
-    reads_scores = budget.needs_prompt or budget.ragged
-    by_position = isinstance(policy, ScorePolicy) and not policy.scores_heads
-    return by_position and not reads_scores and not policy.rerotates_keys
+    if budget.needs_prompt or budget.ragged or not isinstance(policy, ScorePolicy):
+        return False
+    return policy.only_ranks and not policy.scores_heads and not policy.rerotates_keys
 
 
 def _check_leaving(rule: EvictionRule, cap: int, leaving: int) -> None:

@@ -177,6 +177,7 @@ def test_invalid_policy_text_is_refused(text, error, message) -> None:
         ),
         ("tova:cap=99,budget=fastgen,when=decode", "budget fastgen divides a layer over its heads"),
         ("tova:cap=99,budget=(duo:scores=1x8)", "budget duo divides a layer over its heads"),
+        ("kvcrush:cap=99,budget=(duo:scores=1x8)", "budget duo divides a layer over its heads"),
         ("streaming:cap=99,budget=(duo:scores=1x8)", "budget duo divides a layer over its heads"),
         (
             "streaming:cap=99,budget=lazy,when=decode",
