@@ -27,7 +27,7 @@ MEASURED_SHARE = 0.75  # fraction of tokens for constants; errors are measured o
 MIN_TOKENS = 64
 LONGEST_SEQUENCE_TOKENS = 2048
 ERROR_QUERIES = 256  # per layer
-STREAMING_SINKS, STREAMING_PARTS = 4, 8
+STREAMING_SINKS, STREAMING_PARTS = 4, 8  # a streaming head sees so many sinks, and 1 / 8 of a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,14 @@ class LayerVectors:
         key: [num_kv_heads, token, head_dim], after RoPE.
         value: [num_kv_heads, token, value_dim].
         layer: its number in the model.
+        math: its operations on logits.
     """
 
     query: Float[Tensor, "head token head_dim"]
     key: Float[Tensor, "kv_head token head_dim"]
     value: Float[Tensor, "kv_head token value_dim"]
     layer: int
+    math: AttentionMath
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,80 +69,25 @@ class _Listening:
 
     model: ModelSpec
     states: OneSequence
-    layers: list[int] = field(default_factory=list)
+    layers: list[tuple[int, AttentionMath]] = field(default_factory=list)
     heard: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         math, query = folded(call.math, query)
         by_head = [x.transpose(0, 1) for x in (query, key, value)]
-        self.layers.append(call.layer)
+        self.layers.append((call.layer, math))
         self.heard.append((by_head[0], by_head[1], by_head[2]))
-        return _attended(self.model, call, math, by_head)
-
-
-@dataclass(slots=True)
-class _Streaming:
-    """Attention within a text, which compares it with that of streaming heads.
-
-    Attributes:
-        model, states: as above.
-        rows: tokens whose attention is compared.
-        changes: relative change of the output of each layer and KV head.
-    """
-
-    model: ModelSpec
-    states: OneSequence
-    rows: Tensor
-    changes: dict[tuple[int, int], list[float]] = field(default_factory=dict)
-
-    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        math, query = folded(call.math, query)
-        by_head = [x.transpose(0, 1) for x in (query, key, value)]
-        out = _attended(self.model, call, math, by_head)
-        source = self.model.layers[call.layer].source
-        layer = call.layer if source is None else source
-        if not self.model.layers[layer].stores_all:
-            return out
-        tokens, device = len(query), query.device
-        near = _seen(tokens, max(1, tokens // STREAMING_PARTS), None, device)
-        sinks = torch.arange(tokens, device=device) < STREAMING_SINKS
-        near |= _seen(tokens, None, None, device) & sinks
-        exact, other = (
-            x[self.rows].double().view(len(self.rows), len(by_head[1]), -1)
-            for x in (out, _attended(self.model, call, math, by_head, near))
-        )
-        change = (exact - other).norm(dim=2) / exact.norm(dim=2).clamp_min(1e-30)
-        for head, found in enumerate(change.mean(dim=0).tolist()):
-            self.changes.setdefault((layer, head), []).append(found)
-        return out
-
-
-def _attended(
-    model: ModelSpec,
-    call: AttentionCall,
-    math: AttentionMath,
-    by_head: Sequence[Tensor],
-    seen: Tensor | None = None,
-) -> Tensor:
-    """Attention of all tokens of a text [token, head, dim], to the keys of a mask if there is one.
-
-    Args:
-        model: the model.
-        call: the layer's parameters.
-        math: its operations on logits.
-        by_head: queries, keys and values [head, token, dim].
-        seen: [1, 1, query, key]; None: those of the layer.
-    """
-    q, k, v = (x[None] for x in by_head)
-    tokens, device = q.shape[2], q.device
-    math = math.at(torch.arange(tokens, device=device), tokens - 1)
-    k, v = math.heads(k, v)
-    chunk = model.layers[call.layer].chunk
-    if seen is None and (call.window is not None or chunk is not None):
-        seen = _seen(tokens, call.window, chunk, device)
-    out = attend_dense(q, k, v, math=math, seen=seen, causal=seen is None)
-    attended = out[0].transpose(0, 1)
-    return attended if call.latent is None else call.latent.unfold(attended)
+        positions = torch.arange(len(query), device=query.device)
+        math = math.at(positions, len(query) - 1)
+        q, k, v = (x[None] for x in by_head)
+        k, v = math.heads(k, v)
+        chunk = self.model.layers[call.layer].chunk
+        seen = None
+        if call.window is not None or chunk is not None:
+            seen = _seen(len(query), call.window, chunk, query.device)
+        out = attend_dense(q, k, v, math=math, seen=seen, causal=seen is None)
+        attended = out[0].transpose(0, 1)
+        return attended if call.latent is None else call.latent.unfold(attended)
 
 
 def _seen(tokens: int, window: int | None, chunk: int | None, device: torch.device) -> Tensor:
@@ -175,13 +122,12 @@ def read_vectors(decoder: Decoder, token_ids: Sequence[int]) -> list[LayerVector
         decoder.forward(ids, positions, positions[-1:], listening)
         parts.append([tuple(x.float().cpu() for x in layer) for layer in listening.heard])
     found = []
-    for number, *of_parts in zip(listening.layers, *parts, strict=True):
+    for (number, math), *of_parts in zip(listening.layers, *parts, strict=True):
         query, key, value = (torch.cat(side, dim=1) for side in zip(*of_parts, strict=True))
-        found.append(LayerVectors(query, key, value, number))
+        found.append(LayerVectors(query, key, value, number, math))
     return found
 
 
-@torch.inference_mode()
 def retrieval_scores(
     decoder: Decoder, texts: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[list[float]]:
@@ -196,7 +142,8 @@ def retrieval_scores(
 
     Args:
         decoder: the model.
-        texts: token ids of prompts with answers, and the indices of the answers' tokens.
+        texts: token ids of prompts with answers, and the indices of the answers' tokens; at most
+            `LONGEST_SEQUENCE_TOKENS` each.
 
     Returns:
         One row for each layer that evicts, with the scores of its KV heads.
@@ -204,19 +151,35 @@ def retrieval_scores(
     Raises:
         ConfigError: no layer of the model evicts.
     """
-    if not any(layer.stores_all for layer in decoder.spec.layers):
-        raise ConfigError("every layer of this model has a sliding window, chunks or a state")
-    changes: dict[tuple[int, int], list[float]] = {}
+    changes: dict[int, list[Tensor]] = {}
     for token_ids, answers in texts:
-        ids = torch.tensor(token_ids, device=decoder.device)
         before = torch.tensor(answers, device=decoder.device) - 1
-        states = OneSequence(len(ids), decoder.device)
-        listening = _Streaming(decoder.spec, states, before, changes)
-        decoder.forward(ids, torch.arange(len(ids), device=decoder.device), before, listening)
-    rows: dict[int, list[float]] = {}
-    for (layer, _), found in sorted(changes.items()):
-        rows.setdefault(layer, []).append(sum(found) / len(found))
-    return list(rows.values())
+        for vectors in read_vectors(decoder, token_ids):
+            source = decoder.spec.layers[vectors.layer].source
+            layer = vectors.layer if source is None else source
+            if decoder.spec.layers[layer].stores_all:
+                changes.setdefault(layer, []).append(_change_of_streaming(vectors, before))
+    if not changes:
+        raise ConfigError("every layer of this model has a sliding window, chunks or a state")
+    return [torch.stack(found).mean(dim=0).tolist() for _, found in sorted(changes.items())]
+
+
+def _change_of_streaming(vectors: LayerVectors, rows: Tensor) -> Float[Tensor, " kv_head"]:
+    """Relative change of the output of some queries if they see sinks and recent tokens only."""
+    q, k, v = (x.to(rows.device)[None] for x in (vectors.query, vectors.key, vectors.value))
+    position = torch.arange(k.shape[2], device=rows.device)
+    behind = rows[:, None] - position
+    near = (behind < max(1, len(position) // STREAMING_PARTS)) | (position < STREAMING_SINKS)
+    math = vectors.math.at(position, len(position) - 1)
+    k, v = math.heads(k, v)
+    exact, other = (
+        attend_dense(q[:, :, rows], k, v, math=math, seen=(seen & (behind >= 0))[None, None])
+        .view(len(vectors.key), -1, len(rows), v.shape[3])
+        .double()
+        for seen in (behind >= 0, near)
+    )
+    change: Tensor = (exact - other).norm(dim=(1, 3)) / exact.norm(dim=(1, 3)).clamp_min(1e-30)
+    return change.mean(dim=1)
 
 
 def measure(vectors: Sequence[LayerVectors], form: KVFormat) -> MeasuredConstants:

@@ -102,7 +102,7 @@ BUDGETS = {
 }
 OTHER_BUDGETS = {
     "fastgen": ("(fastgen:share=0.6)", "(fastgen:share=0.97)", "(fastgen:share=0.4)"),
-    "duo": ("(duo:scores=0.1/0.9)", "(duo:scores=0.9/0.1x3/0.3x2/0.2x2)", "(duo:scores=0.1/0.3x7)"),
+    "duo": ("(duo:scores=0.1/0.9)", "(duo:scores=0.9/0.1x3/0.3x4)", "(duo:scores=0.1/0.3x11)"),
     "lazy": tuple(f"(lazy:last=4,threshold={share})" for share in (0.6, 0.4, 0.2, 0.1)),
 }
 AFTER_PROMPT = ("squeeze", "lazy", "fastgen")  # their default schedule here
