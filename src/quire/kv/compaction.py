@@ -13,7 +13,7 @@ copies shared pages first; the attention statistics of a slot move with it. Lane
 retain different numbers of slots.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -152,24 +152,40 @@ def _count_offloaded(
     of their own in the arena. None stay offloaded if other sequences share the offloaded pages.
     """
     group, staged = table.group, int(table.staged[row])
-    page_class, per_layer = group.page_class, group.lanes_per_layer
+    page_class = group.page_class
     pool, entries = memory.pools[page_class], table.pages[row, :, :staged]
     staging, times = np.unique(entries, return_counts=True)
     is_shared = bool((pool.ref_counts[staging] != times).any())
     slots = keep.sum(axis=1)
     offloaded = 0 if is_shared else min(staged, int(slots.min()) // page_class.tokens)
     pages = page_columns(keep, kept_columns, page_class.tokens)
-    resident = table.pages[row, :, : pages.shape[1]]
-    stays = after_first(pages, offloaded)
-    is_freed = ~stays & (resident >= 0) & (pool.ref_counts[resident] == 1)
-    grown = stays[:, :staged].sum(axis=1) - is_freed[:, staged:].sum(axis=1)
-    grown = grown.reshape(-1, per_layer).sum(axis=1)
-    most = max(0, int(np.cumsum(grown).max()))
+    grown, most = _growth(memory, table, row, pages, offloaded)
     left = len(staging) // staged * offloaded
-    gained = (0 if is_shared else len(staging) - left) - int(grown.sum())
+    gained = (0 if is_shared else len(staging) - left) - grown
     needed[page_class] += most
     freed[page_class] = gained + most
     return offloaded
+
+
+def _growth(
+    memory: KVMemory, table: LaneTable, row: int, pages: Mask, offloaded: int
+) -> tuple[int, int]:
+    """Pages that a row with offloaded pages gains, cut layer by layer: at the end, and at most.
+
+    Args:
+        memory: with the row.
+        table: page table of the group.
+        row: the sequence.
+        pages: the retained pages [lanes, columns].
+        offloaded: first retained pages of each lane that stay offloaded.
+    """
+    staged, resident = int(table.staged[row]), table.pages[row, :, : pages.shape[1]]
+    stays = after_first(pages, offloaded)
+    counts = memory.pools[table.group.page_class].ref_counts
+    is_freed = ~stays & (resident >= 0) & (counts[resident] == 1)
+    grown = stays[:, :staged].sum(axis=1) - is_freed[:, staged:].sum(axis=1)
+    grown = grown.reshape(-1, table.group.lanes_per_layer).sum(axis=1)
+    return int(grown.sum()), max(0, int(np.cumsum(grown).max()))
 
 
 def page_columns(keep: Mask, kept_columns: Mask | None, page_tokens: int) -> Mask:
@@ -239,6 +255,29 @@ def _require_pages(memory: KVMemory, needed: Pages) -> None:
         raise OutOfPages(f"{sum(needed.values())} private pages needed before compaction")
 
 
+def _require_now(
+    memory: KVMemory, plans: Sequence[CompactionPlan]
+) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Check that the pages fit which all plans need now; return the shared targets of each.
+
+    Rows may have been forked or cached since they were planned.
+
+    Raises:
+        OutOfPages: they do not fit; nothing was changed.
+    """
+    shared, needed = [], dict.fromkeys(memory.pools, 0)
+    for plan in plans:
+        table = memory.tables[plan.group]
+        shared.append(_shared_targets(memory, table, plan.row, plan.moves))
+        needed[table.group.page_class] += len(shared[-1][0])
+        if table.staged[plan.row]:
+            pages = page_columns(plan.keep, plan.kept_columns, table.group.page_class.tokens)
+            _, most = _growth(memory, table, plan.row, pages, plan.offloaded)
+            needed[table.group.page_class] += most
+    _require_pages(memory, needed)
+    return shared
+
+
 @runtime_checkable  # for the type checks in tests
 class SlotMover(Protocol):
     """Moves the slots of KV lanes, for codecs that encode whole pages."""
@@ -259,17 +298,12 @@ def commit_compaction(
         plans: one for each row and lane group.
         movers: of lane groups whose pages are encoded as a whole, by name.
     """
-    shared, needed = [], dict.fromkeys(memory.pools, 0)
     for plan in plans:
-        table = memory.tables[plan.group]
-        if (table.num_slots[plan.row] != plan.held_slots).any():
+        if (memory.tables[plan.group].num_slots[plan.row] != plan.held_slots).any():
             raise InvariantError(f"row {plan.row} has changed since its compaction was planned")
         if __debug__ and plan.kept_columns is None:
             prove_one_to_one(plan.keep, plan.moves)
-        # computed again: the row may have been forked or its pages cached since the plan
-        shared.append(_shared_targets(memory, table, plan.row, plan.moves))
-        needed[table.group.page_class] += len(shared[-1][0])
-    _require_pages(memory, needed)
+    shared = _require_now(memory, plans)
     for plan, (lane, column) in zip(plans, shared, strict=True):
         if len(lane):
             row = np.full(len(lane), plan.row)
