@@ -5,7 +5,7 @@ times a few tokens are evicted. Everything is float64 and follows the definition
 policies can be compared with it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -64,7 +64,7 @@ class History:
         if isinstance(statistic, stats.QueryRing):
             return np.stack([self._ring(lane, statistic.window) for lane in lanes])
         if isinstance(statistic, stats.QueryMoments):
-            return np.stack([self._moments(lane, statistic.skip) for lane in lanes])
+            return np.stack([self._moments(lane, statistic) for lane in lanes])
         if not statistic.per_slot:
             return np.ones((len(self.cached), 1, 2))
         if statistic.apart:
@@ -98,10 +98,11 @@ class History:
             ring[position % window] = [*np.concatenate(heads), position + 1]
         return ring
 
-    def _moments(self, lane: int, skip: int) -> np.ndarray:
+    def _moments(self, lane: int, statistic: stats.QueryMoments) -> np.ndarray:
         values = []
-        for queries in self.raw[lane, :, skip:]:
+        for queries in self.raw[lane, :, statistic.skip :]:
             products = sum((np.outer(q, q) for q in queries), np.zeros((self.dim, self.dim)))
+            products = np.diag(products) if statistic.squares else products
             values += [len(queries), *queries.sum(axis=0), *products.ravel()]
         return np.array([values])
 
@@ -151,10 +152,10 @@ class Rotations:
 
     dim: int
 
-    def mean_rotation(self, layer: int, start: int, tokens: int) -> torch.Tensor:
+    def mean_rotation(self, layer: int, positions: Sequence[int]) -> torch.Tensor:
         if layer % 2:
             return torch.eye(self.dim)
-        rotations = [rotation(position, self.dim) for position in range(start, start + tokens)]
+        rotations = [rotation(position, self.dim) for position in positions]
         return torch.tensor(np.mean(rotations, axis=0)).float()
 
 

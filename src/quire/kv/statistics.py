@@ -461,12 +461,20 @@ def moments(
     query: Float[Tensor, "row token num_heads head_dim"],
     counted: Bool[Tensor, "row token"],
     num_kv_heads: int,
+    *,
+    squares: bool = False,
 ) -> Float[Tensor, "row num_kv_heads width"]:
-    """Return, per query head: number of counted queries, their sum, sum of their outer products."""
+    """Return, per query head: number of counted queries, their sum, sum of their outer products.
+
+    With `squares`, the sum of the squares of their elements instead of the products.
+    """
     q = query.float() * counted[:, :, None, None]
     count = counted.sum(dim=1).float()[:, None, None].expand(-1, q.shape[2], 1)
     by_head = q.transpose(1, 2)  # [row, head, token, dim]
-    products = by_head.transpose(2, 3) @ by_head
+    if squares:
+        products = by_head.square().sum(dim=2, keepdim=True)
+    else:
+        products = by_head.transpose(2, 3) @ by_head
     record = torch.cat([count, q.sum(dim=1), products.flatten(2)], dim=2)
     return record.reshape(len(q), num_kv_heads, -1)
 
@@ -486,6 +494,7 @@ class MomentsStep:
         self._records = StatisticRecords.of(
             place, batch.rows[rows], np.zeros(len(rows), dtype=np.int64)
         )
+        self._squares = place.statistic.squares
         self._counted = to_device(positions >= place.statistic.skip, device)
         self._num_kv_heads = place.group.lanes_per_layer * place.group.page_class.heads
         # one-token rows come first in the batch: one product for all of them
@@ -510,7 +519,7 @@ class MomentsStep:
         self._records.add(layer, torch.cat(added), reader)
 
     def _moments(self, query: Tensor, counted: Tensor) -> Tensor:
-        return moments(query, counted, self._num_kv_heads)
+        return moments(query, counted, self._num_kv_heads, squares=self._squares)
 
 
 def first_number(place: StatisticPages, reader: int) -> int:

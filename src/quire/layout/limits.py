@@ -134,8 +134,8 @@ ONE_KV_HEAD = _rule(
     instead="leave out budget, or use one that divides over layers, such as pyramid",
 )
 RULE_ON_LATENTS = _rule(
-    one="`knorm`, `value_norm`, `criticalkv` and `expected_attention`, also as the base of another "
-    "rule",
+    one="`knorm`, `value_norm`, `criticalkv`, `expected_attention` and `triattention`, also as the "
+    "base of another rule",
     other="a model with latent attention (MLA)",
     reason="the model stores latents instead of keys and values, and {why}",
     instead="use a rule on attention, positions or directions of keys, such as h2o, snapkv or "

@@ -151,25 +151,27 @@ class QueryMoments(Statistic):
     """Count, sum and sum of outer products of all queries before RoPE, for each query head.
 
     One record per lane. For each head of the group in order: count (1), sum (head_dim), outer
-    products (head_dim * head_dim).
+    products (head_dim * head_dim), or only squares (head_dim).
 
     Attributes:
         skip: queries at positions below this are not counted (sinks).
+        squares: only the squares of the elements instead of outer products.
     """
 
     per_slot: ClassVar[bool] = False
     skip: int = 4
+    squares: bool = False
 
     @property
     def name(self) -> str:
-        return f"query_moments.{self.skip}"
+        return f"query_moments.{self.skip}" + (".squares" if self.squares else "")
 
     def num_slots(self, heads: HeadShape) -> int:
         return 1
 
     def width(self, heads: HeadShape) -> int:
         group, dim = heads.group, heads.key_dim
-        return group * (1 + dim + dim * dim)
+        return group * (1 + dim + (dim if self.squares else dim * dim))
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,12 +236,12 @@ class Rotations:
         self._device, self._select_frequencies = device, select_frequencies
 
     def mean_rotation(
-        self, layer: int, start: int, tokens: int
+        self, layer: int, positions: Sequence[int]
     ) -> Float[Tensor, "head_dim head_dim"]:
-        """Matrix R: R @ q is the mean of q rotated to `tokens` positions from `start` on.
+        """Matrix R: R @ q is the mean of q rotated to some positions.
 
         R is float32 and includes the model's factor on cosines and sines, if the model has one.
         """
         with self._select_frequencies(), torch.inference_mode():
             rotary = self._rotaries[layer]
-            return rotary.mean_rotation(self._head_dims[layer], start, tokens, self._device)
+            return rotary.mean_rotation(self._head_dims[layer], positions, self._device)

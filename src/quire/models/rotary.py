@@ -1,5 +1,6 @@
 """RoPE of one layer: its application, its inverse, and its mean over positions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,13 +60,13 @@ class Rotary:
         return self._rotated(pre_rope.float(), cosine / factor, sine / factor)
 
     def mean_rotation(
-        self, head_dim: int, start: int, tokens: int, device: torch.device
+        self, head_dim: int, positions: Sequence[int], device: torch.device
     ) -> Float[Tensor, "head_dim head_dim"]:
-        """Matrix R: R @ q is the mean of q rotated to `tokens` positions from `start` on."""
+        """Matrix R: R @ q is the mean of q rotated to some positions."""
         basis = torch.eye(head_dim, device=device)
         if self.module is None:
             return basis
-        cos_sin = self._cos_sin(torch.arange(start, start + tokens, device=device))
+        cos_sin = self._cos_sin(torch.tensor(positions, device=device))
         cosine, sine = (numbers.mean(dim=0, keepdim=True) for numbers in cos_sin)
         return self._rotated(basis[:, None], cosine, sine)[:, 0].T
 

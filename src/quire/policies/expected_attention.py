@@ -12,9 +12,9 @@ are still cached, and are updated during decoding; the paper uses the prompt's q
 is over the tokens cached after the sinks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -69,9 +69,12 @@ class ExpectedAttention(SinksAndRecent):
     def statistics(self) -> tuple[Statistic, ...]:
         return (self._moments,)
 
+    def _future(self, next_position: int) -> Sequence[int]:
+        return range(next_position, next_position + self.future)
+
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
         mean, spread = _mean_and_covariance(view.statistic(self._moments), view.head_dim)
-        turn, scales = self._turn(view), view.lane_scales
+        turn, scales = view.mean_rotations(self._future)[:, None], view.lane_scales
         mean = (turn @ mean[..., None])[..., 0] * scales
         spread = turn @ spread @ turn.transpose(2, 3) * (scales[:, None] ** 2 / 2)
         keys = view.keys
@@ -84,22 +87,6 @@ class ExpectedAttention(SinksAndRecent):
         weights = softmax_over(logits, behind[:, None, :].expand_as(logits))
         norms = view.values.square().sum(dim=2).sqrt()
         return (reduce_group(weights, self.heads) + self.epsilon) * norms
-
-    def _turn(self, view: KVView) -> Float[Tensor, "lane 1 head_dim head_dim"]:
-        """Return the mean rotation of each lane's layer over the future positions."""
-        if view.rotation is None:
-            raise PolicyError(
-                "this view was built without rotations, which expected_attention needs to estimate "
-                "queries"
-            )
-        of_layer = view.first_heads
-        layers, first = of_layer(view.lane_layers).tolist(), view.next_position
-        starts = [first] * len(layers) if isinstance(first, int) else of_layer(first)[:, 0].tolist()
-        turns = [
-            view.rotation.mean_rotation(layer, start, self.future)
-            for layer, start in zip(layers, starts, strict=True)
-        ]
-        return torch.stack(turns).repeat_interleave(view.heads_per_layer, dim=0)[:, None]
 
 
 def _mean_and_covariance(

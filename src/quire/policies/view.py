@@ -1,6 +1,6 @@
 """The view a policy reads: sequences, whole layers, slots in the order of positions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -51,17 +51,16 @@ class Rotation(Protocol):
     """RoPE applied to queries, for rules that estimate future queries."""
 
     def mean_rotation(
-        self, layer: int, start: int, tokens: int
+        self, layer: int, positions: Sequence[int]
     ) -> Float[Tensor, "head_dim head_dim"]:
-        """Return the matrix R for which R @ q is the mean of q rotated to a range of positions.
+        """Return the matrix R for which R @ q is the mean of q rotated to some positions.
 
         float32, including the model's factor on cosines and sines if it has one. The identity for a
         layer without RoPE.
 
         Args:
             layer: number of the layer in the model.
-            start: first position.
-            tokens: number of consecutive positions.
+            positions: one or more.
         """
         ...
 
@@ -149,6 +148,28 @@ class KVView:
         layers = self.layers or tuple(range(lanes // self.heads_per_layer))
         numbers = np.repeat(np.array(layers, dtype=np.int64), self.heads_per_layer)
         return to_device(numbers, self.positions.device)
+
+    def mean_rotations(
+        self, positions: Callable[[int], Sequence[int]]
+    ) -> Float[Tensor, "lane head_dim head_dim"]:
+        """Return the mean rotation (`Rotation.mean_rotation`) of each lane's layer.
+
+        Args:
+            positions: returns those of the queries from the position of the next token.
+
+        Raises:
+            PolicyError: the view was built without rotations.
+        """
+        if self.rotation is None:
+            raise PolicyError("this view was built without rotations, which estimate queries")
+        layers, first = self.first_heads(self.lane_layers).tolist(), self.next_position
+        each = self.first_heads(first)[:, 0].tolist() if isinstance(first, Tensor) else [first]
+        starts = each * (len(layers) // len(each))
+        found = [
+            self.rotation.mean_rotation(layer, positions(start))
+            for layer, start in zip(layers, starts, strict=True)
+        ]
+        return torch.stack(found).repeat_interleave(self.heads_per_layer, dim=0)
 
     @property
     def lane_scales(self) -> Float[Tensor, "lane 1 1"]:

@@ -13,6 +13,7 @@ RULES = {
     "tova": ("tova", "attention of the last query"),
     "snapkv": ("snapkv:window=4", "attention of a window of queries"),
     "expected_attention": ("expected_attention:future=16", "moments of queries"),
+    "triattention": ("triattention:max_offset=64", "centres of queries"),
     "keydiff": ("keydiff", "keys"),
     "lagkv": ("lagkv:lag=4,sinks=2", "keys and values of later tokens"),
     "value_norm": ("value_norm:base=(h2o:recent=3)", "values, around another rule"),

@@ -61,7 +61,7 @@ def test_model_is_unchanged_before_during_and_after_wrapping(model) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("policy", ["expected_attention", "h2o:budget=squeeze"])
+@pytest.mark.parametrize("policy", ["expected_attention", "triattention", "h2o:budget=squeeze"])
 def test_policy_hooks_are_removed_on_close(policy) -> None:
     model = zoo.build("llama")
     found = state(model)

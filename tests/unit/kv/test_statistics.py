@@ -44,7 +44,7 @@ SLOT_STATISTICS = (
     *(kind(heads) for kind in KINDS for heads in REDUCTIONS),
     *(kind().each() for kind in KINDS),
 )
-OF_QUERIES = (QueryRing(6), QueryMoments(3), ResidualSimilarity())
+OF_QUERIES = (QueryRing(6), QueryMoments(3), QueryMoments(5, squares=True), ResidualSimilarity())
 ALL = SLOT_STATISTICS + OF_QUERIES
 CHUNKS = {  # chunk lengths of the prompt of 30 tokens; 5 more are decoded
     "whole": [30],
@@ -234,6 +234,10 @@ def test_query_moments_are_those_of_all_pre_rope_queries(chunks, heads_apart):
     tolerance = {"atol": 1e-4, "rtol": 1e-5}  # float32 error of rotation and its inverse
     torch.testing.assert_close(found[:, :, 1 : 1 + HEAD_DIM].double(), sums, **tolerance)
     torch.testing.assert_close(found[:, :, 1 + HEAD_DIM :].double(), products, **tolerance)
+    only_squares = statistics_of(kv, row)["query_moments.5.squares"][:, 0].reshape(4, GROUP, -1)
+    later = queries[:, 5 - skip :].square().sum(1).reshape(4, GROUP, -1)
+    assert only_squares[:, :, 0].unique().tolist() == [TOKENS - 5]
+    torch.testing.assert_close(only_squares[:, :, 1 + HEAD_DIM :].double(), later, **tolerance)
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)

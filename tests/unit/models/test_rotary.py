@@ -98,7 +98,7 @@ def test_rotations_use_the_rope_variant_of_the_forward():
     """Queries of a long request are rotated by the long frequencies."""
     decoder = TransformersDecoder(zoo.build("phi3_longrope"))
     decoder.prepare(QueryMoments())
-    rotations = [decoder.rotations(variant).mean_rotation(0, 5, 1) for variant in (0, 1)]
+    rotations = [decoder.rotations(variant).mean_rotation(0, [5]) for variant in (0, 1)]
 
     for variant, rotation in enumerate(rotations):
         recorder = record(decoder, variant)
@@ -125,8 +125,13 @@ def test_mean_rotation_is_the_mean_of_rotated_queries(name):
     query = torch.randn(1, 1, decoder.spec.head_dim, generator=torch.Generator().manual_seed(0))
 
     rotated = rotary.rotate(query.expand(12, -1, -1), torch.arange(30, 42))
-    found = rotations.mean_rotation(layer, 30, 12) @ query[0, 0]
+    found = rotations.mean_rotation(layer, range(30, 42)) @ query[0, 0]
     torch.testing.assert_close(found, rotated.mean(dim=0)[0], atol=1e-5, rtol=1e-5)
+    # the elements that rotate together, as triattention finds them: their norm stays
+    together = (rotations.mean_rotation(layer, [1]) != 0).float()
+    norms = rotated[:, 0].square() @ together
+    torch.testing.assert_close(norms, norms[:1].expand(12, -1), atol=1e-4, rtol=1e-4)
+    assert together.sum(dim=0).max() == (1 if name == "gpt2" else 2)
 
 
 def test_an_unknown_rope_is_a_reason_not_to_unrotate():
@@ -220,4 +225,4 @@ def test_layer_without_rope_does_not_change_queries():
     rotary, query = Rotary(None), torch.randn(3, 2, 8)
 
     assert torch.equal(rotary.unrotate(query, torch.arange(3)), query)
-    assert torch.equal(rotary.mean_rotation(8, 5, 3, torch.device("cpu")), torch.eye(8))
+    assert torch.equal(rotary.mean_rotation(8, [5, 6, 7], torch.device("cpu")), torch.eye(8))

@@ -116,6 +116,7 @@ def test_full_evicts_nothing() -> None:
         ("h2o:cap=99,budget=(ada:flor=1)", UnknownName, "did you mean floor?"),
         ("recent:cap=0", ConfigError, "expected a cap from 1 to"),
         ("expected_attention:future=99999999,cap=99", ConfigError, "expected future from 1 to"),
+        ("triattention:max_offset=0,cap=99", ConfigError, "expected max_offset from 1 to"),
         ("recent:cap=-5", ConfigError, "expected a cap from 1 to"),
         (f"recent:cap={MOST + 1}", ConfigError, "expected a cap from 1 to"),
         (

@@ -11,6 +11,7 @@ from quire.policies.expected_attention import ExpectedAttention
 from quire.policies.keydiff import KeyDiff
 from quire.policies.knorm import KNorm
 from quire.policies.lagkv import LagKV
+from quire.policies.triattention import TriAttention
 from support.histories import (
     REDUCE,
     best,
@@ -118,9 +119,48 @@ def test_expected_attention_scores_by_predicted_future_queries(group, heads, eps
         assert tokens == best(scores, {0, 1}, int(keep[lane]))
 
 
-def test_expected_attention_without_recorded_queries_is_refused():
+@every_pair(group=[1, 3], heads=["mean", "max", "sum"], max_offset=[1, 40])
+def test_triattention_scores_distances_from_centres_of_queries(group, heads, max_offset):
+    """Keys before RoPE, and a cosine for each band and distance, as the paper has it."""
+    history = make_history(group=group, seed=3, layers=(0, 1))  # odd layers have no RoPE
+    policy = TriAttention(sinks=2, max_offset=max_offset, heads=heads)
+    view = history.view(policy.statistics)
+    keep, half = keep_of(view, 0.5), history.dim // 2
+
+    retained = retained_positions(view, policy.select(view, keep))
+
+    for lane, tokens in enumerate(retained):
+        after_sinks = [t for t in history.cached[lane] if t >= 2]
+        turns = lane < 2
+        speeds = 50.0 ** (-np.arange(half) / half) if turns else np.zeros(history.dim)
+
+        def bands(vectors, turns=turns):
+            return vectors[:, :half] + 1j * vectors[:, half:] if turns else vectors + 0j
+
+        rows = []
+        for head in range(group):
+            queries = bands(history.raw[lane, head, 2:])
+            centre, size = queries.mean(axis=0), np.sqrt((abs(queries) ** 2).mean(axis=0))
+            concentration, row = abs(centre) / size, []
+            for token in after_sinks:
+                key = history.keys[lane, token]
+                before = rotation(token, history.dim).T @ key if turns else key
+                [key] = bands(before[None])
+                distances = [
+                    history.tokens - 1 - token + 2**n for n in range(6) if 2**n <= max_offset
+                ]
+                phases = np.outer(distances, speeds) + np.angle(centre) - np.angle(key)
+                series = (abs(centre) * abs(key) * np.cos(phases)).sum(axis=1).mean()
+                row.append(series + ((1 - concentration) * size * abs(key)).sum())
+            rows.append((np.array(row) - np.mean(row)) / np.std(row))
+        score = REDUCE[heads](rows, axis=0)
+        scores = dict(zip(after_sinks, score, strict=True)) | {0: 0.0, 1: 0.0}
+        assert tokens == best(scores, {0, 1}, int(keep[lane]))
+
+
+@pytest.mark.parametrize("policy", [ExpectedAttention(), TriAttention()])
+def test_rules_on_recorded_queries_without_one_are_refused(policy):
     history = make_history()
-    policy = ExpectedAttention()
     view = history.view(policy.statistics)
     [moments] = policy.statistics
     empty = torch.zeros_like(view.statistics[moments.name])

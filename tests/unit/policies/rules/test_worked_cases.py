@@ -1,8 +1,12 @@
-"""A worked example of LagKV with its arithmetic."""
+"""Worked examples of LagKV and TriAttention with their arithmetic."""
+
+from dataclasses import replace
 
 import torch
 
+from quire.layout.statistics import QueryMoments
 from quire.policies.lagkv import LagKV
+from quire.policies.triattention import TriAttention
 from quire.policies.view import KVView
 from support.histories import Slots, retained_positions
 
@@ -45,3 +49,41 @@ def test_lagkv_scores_of_partitions():
         [0, 3, 4, 5, 6],
         [0, 4, 5, 6],
     ]
+
+
+class QuarterTurns:
+    """RoPE of one band with w = pi / 2."""
+
+    def mean_rotation(self, layer, positions):
+        del layer
+        turns = [(1.0, 0.0), (0.0, 1.0), (-1.0, 0.0), (0.0, -1.0)]
+        cosine, sine = torch.tensor([turns[p % 4] for p in positions]).mean(dim=0)
+        return torch.stack([torch.stack([cosine, -sine]), torch.stack([sine, cosine])])
+
+
+def test_triattention_adds_the_series_and_the_norms():
+    """Two queries with the sum (2, 0) and squares of 4.5: centre (1, 0), root mean square 1.5.
+
+    Positions 5 and 6 turn the centre to (0, 1) and (-1, 0), on average (-0.5, 0.5). Each key adds
+    1.5 - 1 = 0.5 of its norm:
+
+        (0, 2)     1 + 1 = 2          (0, -2)   -1 + 1 = 0       (1, 1)   0 + 0.71 = 0.71
+        (2, 0)    -1 + 1 = 0          (-4, 0)    2 + 2 = 4
+
+    Their mean is 1.34, their scores have mean 0 and variance 1, and the order is that of S.
+    """
+    policy = TriAttention(sinks=0, max_offset=2)
+    [sums] = policy.statistics
+    assert sums == QueryMoments(skip=0, squares=True)
+    view = replace(
+        view_of(
+            [[0.0, 2.0], [2.0, 0.0], [0.0, -2.0], [-4.0, 0.0], [1.0, 1.0]],
+            statistics={sums.name: torch.tensor([[[2.0, 2.0, 0.0, 4.5, 0.0]]])},
+        ),
+        rotation=QuarterTurns(),
+    )
+
+    expected = torch.tensor([2.0, 0.0, 0.0, 4.0, 0.5 * 2**0.5])
+    score = (expected - expected.mean()) / expected.std(correction=0)
+    torch.testing.assert_close(policy.score(view)[0], score)
+    assert retained(policy, view, 3) == [0, 3, 4]
