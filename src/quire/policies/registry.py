@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
+from threading import RLock
 from types import ModuleType
 from typing import TypeVar
 
@@ -35,6 +36,7 @@ B = TypeVar("B", bound=Budget)
 _POLICIES: dict[str, type[EvictionPolicy]] = {}
 _BUDGETS: dict[str, type[Budget]] = {"uniform": Uniform}
 _loaded: set[str] = set()
+_loading = RLock()  # a module that is imported may read the registry
 
 
 def register(name: str) -> Callable[[type[P]], type[P]]:
@@ -192,16 +194,17 @@ def _nested() -> Nested:
 
 def _load(package: ModuleType, group: str) -> None:
     """Import every module of a package and every entry point of its group, once."""
-    if group in _loaded:
-        return
-    _loaded.add(group)
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
-    for entry in entry_points(group=group):
-        try:
-            entry.load()
-        except Exception as error:
-            raise ConfigError(
-                f"cannot load the eviction rules of {entry.value!r} (entry point {entry.name!r}, "
-                f"group {group}): {type(error).__name__}: {error}"
-            ) from error
+    with _loading:  # another thread may see the names only when all are registered
+        if group in _loaded:
+            return
+        _loaded.add(group)
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{package.__name__}.{module.name}")
+        for entry in entry_points(group=group):
+            try:
+                entry.load()
+            except Exception as error:
+                raise ConfigError(
+                    f"cannot load the eviction rules of {entry.value!r} (entry point "
+                    f"{entry.name!r}, group {group}): {type(error).__name__}: {error}"
+                ) from error

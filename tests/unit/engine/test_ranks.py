@@ -34,6 +34,7 @@ EVICTING = (
     "random:cap=24,every=8,scope=lane",
     "knorm:cap=24,every=8",
     "keydiff:cap=24,every=8",
+    "triattention:cap=24,every=8",
     "streaming:cap=24,every=8",
     "h2o:cap=24,every=8,recent=4,budget=squeeze",
 )
