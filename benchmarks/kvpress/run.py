@@ -374,7 +374,7 @@ class PressRunner:
         Raises:
             ConfigError: without a press the scores differ from full KV's, or the process ended.
         """
-        full = board.cells[self._config.grid.reference]
+        full = board.cells[self._config.reference]
         self._check_environment(full)
         cells: dict[BoardEntry, Sequence[CellResult]] = dict(board.cells)
         refused = dict(board.refused)

@@ -1,6 +1,6 @@
 """`quire board`: a leaderboard of eviction rules, budgets, schedules and KV codecs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +16,10 @@ from quire.cli.report import envelope, prepare_folder, print_json, write_files
 from quire.cli.settings import Settings, with_settings
 from quire.cli.tables import show_table
 from quire.cli.tune import NO_AUTO, SEARCHED_KV, refuse_settings, time_limit_option
-from quire.evals.board.grid import FULL, Grid
+from quire.errors import ConfigError
+from quire.evals.board.grid import FULL, Grid, entries_of, read_grids
 from quire.evals.pace import Pace
+from quire.layout.eviction import PREFILL_END
 from quire.layout.extras import has_extra
 from quire.layout.options import option
 
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 RESULT_FILE = "board.json"
 _GRID = Grid()
 _SHOWN = 20
+_QUICK = (
+    Grid(rules=("recent:sinks=4", "snapkv", "keydiff"), budgets=("50%",), codecs=("none",)),
+    Grid(rules=("snapkv", "keydiff"), budgets=("50%",), schedules=(PREFILL_END,), codecs=("int8",)),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +60,36 @@ class BoardFlags:
         help="KV codecs; full KV with the first one is the reference.",
         common=True,
     )
-    tasks: str = option(
-        "repeats,retold,majority,lines", help="Tasks; quire eval tasks lists them.", common=True
+    grids: Path | None = option(
+        None,
+        help="TOML file of several grids: tables [[grid]] with rules, budgets, schedules and "
+        "codecs. It replaces these four options.",
+        metavar="FILE",
     )
-    tokens: int = option(256, help="Length of the prompts.", common=True)
-    num_prompts: int = option(10, help="Prompts of each task and seed.", common=True)
-    seeds: str = option("1,2", help="Seeds of the prompts.")
+    quick: bool = option(False, help="Run 10 entries instead of the grid.", common=True)
+    tasks: str = option(
+        "niah,facts,repeats,retold,quote,summary,perplexity",
+        help="Tasks; quire eval tasks lists them.",
+        common=True,
+    )
+    tokens: int = option(1024, help="Length of the prompts.", common=True)
+    num_prompts: int = option(30, help="Prompts of each task and seed.", common=True)
+    seeds: str = option("1", help="Seeds of the prompts.")
+    share_prefill: bool = option(
+        True,
+        help="Compute a prompt once for all rules with equal statistics, up to its first eviction. "
+        "There are no tokens/s then.",
+    )
+    confirm: int = option(
+        0,
+        help="Run the best N entries of each class of KV bytes (at most 0.30, 0.55 and 0.80 of "
+        "full KV) again with more prompts.",
+        metavar="N",
+    )
+    confirm_prompts: int = option(500, help="Prompts of all tasks together for --confirm.")
+    confirm_tokens: str = option(
+        "1024", help="Lengths of the prompts for --confirm, separated by commas."
+    )
     evict_before_question: bool | None = question_option()
     sanity_check: bool = option(True, help="Check that the model may judge a rule.")
     time_limit: float | None = time_limit_option()
@@ -79,7 +109,7 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
     of --out, so that an interrupted run goes on. --time-limit ends a run after the entry that
     exceeds it; the pages have the entries so far. Ends with exit code 1 if no rule could run.
     """
-    from quire.evals.board.result import BoardResult
+    from quire.evals.board.result import BoardResult, best_of_classes
     from quire.evals.board.run import BoardConfig
     from quire.evals.suite.registry import task_of
 
@@ -89,26 +119,47 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
         schedules=split_texts(flags.schedules, ","),
         codecs=split_texts(flags.codecs, ","),
     )
+    grids = (grid,) if flags.grids is None else read_grids(flags.grids)
+    if flags.quick and flags.grids is not None:
+        raise ConfigError("--quick and --grids name different entries: leave out one of them")
     config = BoardConfig(
-        grid=grid,
+        entries=entries_of(*(_QUICK if flags.quick else grids)),
         tasks=tuple(map(task_of, split_texts(flags.tasks, ","))),
         tokens=flags.tokens,
         count=flags.num_prompts,
         seeds=split_numbers("--seeds", flags.seeds),
+        shares_prefill=flags.share_prefill,
         sanity=flags.sanity_check,
         evict_before_question=flags.evict_before_question,
     )
+    lengths = split_numbers("--confirm-tokens", flags.confirm_tokens)
     refuse_settings(settings, "board")
     prepare_folder(flags.out)
     pace = Pace(flags.time_limit, partial(typer.echo, err=True))
     with board_runner(settings, config, flags.out, pace) as runner:
         found = BoardResult.of(runner.run())
-    result = _result(found, settings)
-    write_pages(found, settings.model, flags.out, json_bytes(result))
+    confirmed: list[BoardResult] = []
+    count = flags.confirm_prompts // max(1, len(found.judged))
+    for tokens in lengths if flags.confirm and not found.entries_left else ():
+        best = best_of_classes(found.rows, flags.confirm)
+        again = replace(
+            config,
+            entries=(config.reference, *best),
+            tasks=tuple(map(task_of, found.judged)),
+            tokens=tokens,
+            count=count,
+            seeds=config.seeds[:1],
+        )
+        with board_runner(settings, again, flags.out / f"confirm-{tokens}", pace) as runner:
+            confirmed.append(BoardResult.of(runner.run()))
+        if pace.is_over:
+            break
+    result = _result(found, settings, confirmed)
+    write_pages(found, settings.model, flags.out, json_bytes(result), confirmed)
     _show(found, flags.out)
     if flags.as_json:
         print_json(result)
-    complete = not found.entries_left and set(grid.rules) != {FULL}
+    complete = not found.entries_left and any(each.rule != FULL for each in config.entries)
     if complete and all(row.entry.rule == FULL for row in found.rows):
         raise typer.Exit(1)
 
@@ -138,13 +189,21 @@ def board_runner(
         engines.close()
 
 
-def write_pages(found: "BoardResult", model: str, out: Path, result: bytes) -> None:
+def write_pages(
+    found: "BoardResult",
+    model: str,
+    out: Path,
+    result: bytes,
+    confirmed: "Sequence[BoardResult]" = (),
+) -> None:
     """Write the result, the page and, if there is a quality and matplotlib, the chart."""
     from quire.evals.board import pages
 
     files = {RESULT_FILE: result}
     has_chart = has_extra("report") and bool(found.judged)
-    files[pages.PAGE_FILE] = pages.page(found, model, has_chart=has_chart).encode()
+    section = list(pages.confirmed_lines(confirmed)) if confirmed else []
+    page = pages.page(found, model, has_chart=has_chart, section=section)
+    files[pages.PAGE_FILE] = page.encode()
     if has_chart:
         files[pages.CHART_FILE] = pages.chart(found)
     write_files(out, files)
@@ -182,7 +241,9 @@ def _show(found: "BoardResult", out: Path) -> None:
     typer.echo(f"All entries: {out / PAGE_FILE}")
 
 
-def _result(found: "BoardResult", settings: Settings) -> dict[str, object]:
+def _result(
+    found: "BoardResult", settings: Settings, confirmed: "Sequence[BoardResult]"
+) -> dict[str, object]:
     from quire.evals.board.pages import WANTED
     from quire.evals.board.result import best_rules
 
@@ -193,4 +254,7 @@ def _result(found: "BoardResult", settings: Settings) -> dict[str, object]:
     }
     for budget, kept in best_rules(found.rows, WANTED).items() if found.judged else ():
         claims[f"entries_of_quality_0_975_at_{budget.rstrip('%').replace('.', '_')}"] = len(kept)
-    return envelope("board", claims, found.arms(), settings.as_dict() | found.options())
+    arms = found.arms()
+    if confirmed:
+        arms["confirmed"] = [{"arms": each.arms(), "config": each.options()} for each in confirmed]
+    return envelope("board", claims, arms, settings.as_dict() | found.options())

@@ -13,19 +13,28 @@ Works with any model and any prompts; the model needs no trained weights to be c
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from quire.api.llm import LLM
+from quire.config.generation_request import OptionsOfMany
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError, RequestError
 from quire.models.loader import LoadedModel
-from quire.sampling.outputs import RequestOutput, Usage
+from quire.sampling.outputs import RequestOutput
 from quire.sampling.sampler import SampledToken, Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedToken:
+    """What a model gave a forced token."""
+
+    logprob: float  # natural
+    is_likeliest: bool
 
 
 class ForcingSampler(Sampler):
@@ -39,6 +48,7 @@ class ForcingSampler(Sampler):
         inner: samples from the edited logits.
         tokens: of each request, by its id.
         recorded: receives the logits of each step before they are edited, float32.
+        scored: receives the forced tokens of each request, by its id.
     """
 
     def __init__(
@@ -46,9 +56,11 @@ class ForcingSampler(Sampler):
         inner: Sampler,
         tokens: Mapping[str, Sequence[int]],
         recorded: list[Float[Tensor, "rows vocab"]] | None = None,
+        scored: Mapping[str, list[ForcedToken]] | None = None,
     ) -> None:
         super().__init__(inner.vocab_size, inner.eos_token_ids, one_by_one=inner.one_by_one)
         self._inner, self._tokens, self._recorded = inner, tokens, recorded
+        self._scored = scored
 
     def sample(
         self, logits: Float[Tensor, "rows vocab"], rows: Sequence[Any]
@@ -58,8 +70,15 @@ class ForcingSampler(Sampler):
         logits = logits.clone()
         for own, row in zip(logits, rows, strict=True):
             for token in self._tokens[row.request_id][row.num_output_tokens :][:1]:
+                if self._scored is not None:
+                    self._scored[row.request_id].append(_forced(own, token))
                 own.fill_(torch.finfo(own.dtype).min)[token] = 0.0
         return self._inner.sample(logits, rows)
+
+
+def _forced(logits: Float[Tensor, " vocab"], token: int) -> ForcedToken:
+    logprobs = logits.float().log_softmax(dim=0)
+    return ForcedToken(float(logprobs[token]), bool(logprobs[token] == logprobs.max()))
 
 
 def generate_after(
@@ -68,17 +87,29 @@ def generate_after(
     forced: Sequence[Sequence[int]],
     params: Sequence[SamplingParams] | SamplingParams,
     recorded: list[Float[Tensor, "rows vocab"]] | None = None,
+    scored: list[list[ForcedToken]] | None = None,
+    **options: Unpack[OptionsOfMany],
 ) -> list[RequestOutput]:
     """Generate outputs that begin with the forced tokens; `max_tokens` includes these.
 
-    With `recorded`, the logits of each step are added to it; see `ForcingSampler`.
+    With `recorded`, the logits of each step are added to it, and with `scored` the forced tokens of
+    each prompt; see `ForcingSampler`. Further options are those of `LLM.generate`.
     """
     step, ids = llm.engine.sampling_step, [f"forced-{index}" for index in range(len(prompts))]
     inner = step.sampler
     if any(forced) or recorded is not None:
-        step.sampler = ForcingSampler(inner, dict(zip(ids, forced, strict=True)), recorded)
+        found: dict[str, list[ForcedToken]] = {name: [] for name in ids}
+        step.sampler = ForcingSampler(
+            inner,
+            dict(zip(ids, forced, strict=True)),
+            recorded,
+            None if scored is None else found,
+        )
+        if scored is not None:
+            scored += found.values()
     try:
-        return llm.generate(list(map(list, prompts)), params, request_id=ids)
+        options["request_id"] = ids
+        return llm.generate(list(map(list, prompts)), params, **options)
     finally:
         step.sampler = inner
 
@@ -146,16 +177,6 @@ class FidelityScorer:
             kl=bounded_kl(reference, found),
             kv_peak_bytes=output.usage.kv_peak_bytes,
         )
-
-    def mean_nll(self, prompt: Sequence[int], continuation: Sequence[int]) -> tuple[float, Usage]:
-        """Mean negative log-probability in nats of the tokens of a continuation.
-
-        Each token is a decode step, so that an eviction rule acts as in generation.
-        """
-        output, logits = self._run(prompt, len(continuation), forced=continuation)
-        tokens = torch.tensor(continuation).unsqueeze(1)
-        found = logits.double().log_softmax(dim=1).gather(1, tokens)
-        return -float(found.mean()), output.usage
 
     def _run(
         self, prompt: Sequence[int], new_tokens: int, *, forced: Sequence[int] = ()

@@ -1,11 +1,13 @@
-"""The grid of a leaderboard: what is combined, and the entries that follow."""
+"""The grids of a leaderboard: what is combined, and the entries that follow."""
 
 import re
-from dataclasses import dataclass, replace
+import tomllib
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnknownName
-from quire.layout.eviction import SCHEDULES
+from quire.layout.eviction import PREFILL_AND_DECODE, PREFILL_END, SCHEDULES
 
 FULL = "full"
 NO_CODEC = "none"
@@ -45,29 +47,18 @@ class BoardEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The values that are combined."""
+    """Values that are combined; a leaderboard has one or several grids."""
 
     rules: tuple[str, ...] = (
-        *(
-            "sinks",
-            "average",
-            "h2o",
-            "h2o_sinks",
-            "snapkv:window=16",
-            "tova",
-            "keydiff",
-            "lagkv:lag=8",
-        ),
-        *("expected_attention", "kvcrush:base=(h2o)", "kvcrush:base=(snapkv:window=16),sets=head"),
-        "random",
-    )  # without cap
-    budgets: tuple[str, ...] = ("12.5%", "25%", "50%")  # caps as fractions of the prompt
-    schedules: tuple[str, ...] = ("prefill_and_decode", "prefill_end")  # values of `when`
-    # full KV with the first one is the reference of quality
-    codecs: tuple[str, ...] = ("none", "int8", "int4")
+        *("recent:sinks=4", "h2o_sinks", "snapkv", "expected_attention", "keydiff", "lagkv"),
+        *("kvcrush:base=snapkv", "random"),
+    )  # without cap; empty: full KV only
+    budgets: tuple[str, ...] = ("25%", "50%", "75%")  # caps as fractions of the prompt
+    schedules: tuple[str, ...] = (PREFILL_END, PREFILL_AND_DECODE)  # values of `when`
+    codecs: tuple[str, ...] = ("none", "int8")
 
     def __post_init__(self) -> None:
-        for name in ("rules", "budgets", "schedules", "codecs"):
+        for name in ("budgets", "schedules", "codecs"):
             if not getattr(self, name):
                 raise ConfigError(f"--{name} has no values: name at least one, or leave it out")
         for budget in self.budgets:
@@ -78,10 +69,6 @@ class Grid:
         for when in self.schedules:  # else noticed only when its entries run, after all others
             if when not in SCHEDULES:
                 raise UnknownName("value of --schedules", when, SCHEDULES)
-
-    @property
-    def reference(self) -> BoardEntry:
-        return BoardEntry(FULL, "", "", self.codecs[0])
 
     def entries(self) -> list[BoardEntry]:
         """Full KV with each codec, then all combinations."""
@@ -94,3 +81,35 @@ class Grid:
             for rule in self.rules
             if rule != FULL
         ]
+
+
+def entries_of(*grids: Grid) -> tuple[BoardEntry, ...]:
+    """The entries of all grids, each once; full KV first: the first codec is the reference's."""
+    found = dict.fromkeys(entry for grid in grids for entry in grid.entries())
+    return tuple(sorted(found, key=lambda entry: entry.rule != FULL))
+
+
+def read_grids(path: Path) -> tuple[Grid, ...]:
+    """The grids of a TOML file: tables `[[grid]]` with the fields of `Grid`.
+
+    Raises:
+        ConfigError: the file is missing or invalid.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8")).get("grid")
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read --grids {path}: {error}") from error
+    if not isinstance(tables, list) or not tables:
+        raise ConfigError(f"expected --grids {path} with tables [[grid]], got none")
+    return tuple(_grid(path, table) for table in tables)
+
+
+def _grid(path: Path, table: object) -> Grid:
+    names = [field.name for field in fields(Grid)]
+    values = table if isinstance(table, dict) else {}
+    for name, value in values.items():
+        if name not in names:
+            raise UnknownName(f"value of a grid in {path}", name, names)
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise ConfigError(f"expected {name} in {path} as a list of texts, got {value!r}")
+    return Grid(**{name: tuple(value) for name, value in values.items()})

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from quire.evals.board.grid import FULL, QUIRE
-from quire.evals.board.result import BoardResult, Row, best_rules
+from quire.evals.board.result import BYTE_CLASSES, BoardResult, Row, best_rules
 from quire.evals.intervals import Mean, prompts_to_show
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, PREFILL_END
 from quire.sim.plots import drawn
@@ -44,6 +44,8 @@ def page(result: BoardResult, model: str, *, has_chart: bool, section: Sequence[
 
 def _intro(result: BoardResult, model: str, *, has_chart: bool) -> Iterator[str]:
     reference = result.reference
+    speed = "Tokens/s: prompt and output, all prompts at once in the KV memory. "
+    speed = speed if _has_speed(result) else "Entries shared the prefill of a prompt. "
     yield f"# Leaderboard of {model}"
     yield ""
     yield (
@@ -51,9 +53,8 @@ def _intro(result: BoardResult, model: str, *, has_chart: bool) -> Iterator[str]
         f"{len(result.seeds)} "
         f"seeds. Quality: mean over the tasks of score over full KV's, with the 95 % interval "
         f"(bootstrap over prompts). KV: mean peak bytes of a request, statistics and page tables "
-        f"included, over those of full KV with codec `{reference.entry.codec}`. Tokens/s: prompt "
-        f"and output, all prompts at once in the KV memory. Pareto: no entry has both a higher "
-        f"quality and fewer bytes."
+        f"included, over those of full KV with codec `{reference.entry.codec}`. {speed}Pareto: no "
+        f"entry has both a higher quality and fewer bytes."
     )
     if result.evict_before_question or any(r.entry.schedule == PREFILL_END for r in result.rows):
         yield ""
@@ -75,6 +76,39 @@ def _intro(result: BoardResult, model: str, *, has_chart: bool) -> Iterator[str]
     if has_chart:
         yield f"![Quality over full KV against KV bytes]({CHART_FILE})"
         yield ""
+
+
+def _has_speed(result: BoardResult) -> bool:
+    """Whether entries other than full KV have tokens/s."""
+    return any(row.tokens_per_s is not None for row in result.rows if not row.is_reference)
+
+
+def confirmed_lines(boards: Sequence[BoardResult]) -> Iterator[str]:
+    """The best entries of each class of bytes, with more prompts and other lengths."""
+    yield "## Confirmed"
+    yield ""
+    yield (
+        f"The best entries of each class of bytes ({_classes()} of full KV), with "
+        f"{', '.join(f'{each.num_prompts * len(each.tasks):,}' for each in boards)} prompts of "
+        f"{', '.join(f'{each.tokens:,}' for each in boards)} tokens in all tasks together, and the "
+        "quality over full KV with its paired 95 % interval."
+    )
+    yield ""
+    sizes = " | ".join(f"{each.tokens:,} tokens" for each in boards)
+    yield f"| rule | cap | when | codec | KV | {sizes} |"
+    yield "| --- | ---: | --- | --- | ---: |" + " ---: |" * len(boards)
+    found = [{row.entry: row for row in each.rows} for each in boards]
+    for row in boards[0].rows:
+        entry, cells = row.entry, [_interval(rows[row.entry].quality) for rows in found]
+        yield (
+            f"| `{entry.rule}` | {entry.budget or '100%'} | {entry.schedule} | `{entry.codec}` | "
+            f"{row.kv_share:.3f} | {' | '.join(cells)} |"
+        )
+    yield ""
+
+
+def _classes() -> str:
+    return ", ".join(f"at most {share:g}" for share in BYTE_CLASSES)
 
 
 def _rule_lines(rows: Sequence[Row]) -> Iterator[str]:
@@ -105,21 +139,25 @@ def _interval(found: Mean) -> str:
 
 
 def _table(result: BoardResult) -> Iterator[str]:
-    tasks = result.tasks
+    tasks, has_speed = result.tasks, _has_speed(result)
     yield "## All entries"
     yield ""
     yield (
-        "| rule | cap | when | codec | quality | KV | tokens/s | "
+        "| rule | cap | when | codec | quality | KV | "
+        + "tokens/s | " * has_speed
         + " | ".join(tasks)
         + " | Pareto |"
     )
-    yield "| --- | ---: | --- | --- | ---: | ---: | ---: |" + " ---: |" * len(tasks) + " --- |"
+    numbers = 2 + has_speed + len(tasks)
+    yield "| --- | ---: | --- | --- |" + " ---: |" * numbers + " --- |"
     for row in result.rows:
         entry, scores = row.entry, " | ".join(f"{row.scores[task]:.2f}" for task in tasks)
+        speed = "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}"
+        speed = f"{speed} | " * has_speed
         yield (
             f"| `{entry.rule}` | {entry.budget or '100%'} | {entry.schedule} | `{entry.codec}` | "
             f"{_interval(row.quality)} | "
-            f"{row.kv_share:.3f} | {row.tokens_per_s:,.0f} | {scores} | "
+            f"{row.kv_share:.3f} | {speed}{scores} | "
             f"{'yes' if row.is_unbeaten else ''} |"
         )
 

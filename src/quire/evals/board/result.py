@@ -16,6 +16,7 @@ from quire.evals.board.run import Board
 from quire.evals.intervals import RESAMPLES, Mean, bounded
 from quire.evals.suite.base import MIN_FULL
 from quire.evals.suite.cells import CellResult
+from quire.evals.suite.perplexity import NLL
 from quire.evals.suite.sanity import Sanity
 
 _NO_QUALITY = Mean(0.0, 0.0, 0.0, count=0)  # of a row if no task counts
@@ -29,8 +30,8 @@ class Row:
     quality: Mean = _NO_QUALITY  # mean of score over full KV's, with its 95 % interval
     scores: Mapping[str, float]  # of each task
     kv_peak_bytes: float  # mean over the prompts of the peak KV bytes of a request
-    kv_share: float  # of full KV's
-    tokens_per_s: float  # prompt and output tokens
+    kv_share: float  # of full KV's for the same prompts
+    tokens_per_s: float | None = None  # prompt and output tokens; None with a shared prefill
     is_unbeaten: bool = False  # no entry has both a higher quality and fewer bytes
     # of another library: mean bytes of its cache after the prefill, over full KV's peak
     retained_share: float | None = None
@@ -65,9 +66,9 @@ class Row:
 
 def judged_tasks(board: Board) -> list[str]:
     """Tasks whose score with full KV is high enough to judge a rule, and whose check passed."""
-    reference, sanity = board.cells[board.config.grid.reference], board.sanity
+    reference, sanity = board.cells[board.config.reference], board.sanity
     passed = [cell for cell in reference if not (sanity.cases and sanity.refusal(cell.task))]
-    return [cell.task for cell in passed if _score(cell) >= MIN_FULL]
+    return [cell.task for cell in passed if NLL in cell.means() or _score(cell) >= MIN_FULL]
 
 
 def rows_of(board: Board) -> list[Row]:
@@ -75,7 +76,7 @@ def rows_of(board: Board) -> list[Row]:
 
     Quality is over the tasks that full KV answers; without such a task, rows have no quality.
     """
-    reference = board.cells[board.config.grid.reference]
+    reference = board.cells[board.config.reference]
     tasks = judged_tasks(board)
     found = [_row(entry, cells, reference, tasks) for entry, cells in board.cells.items()]
     return ranked(found)
@@ -101,16 +102,16 @@ def _row(
         for cell, full in zip(cells, reference, strict=True)
         if cell.task in tasks
     ]
-    peak_bytes = _mean_bytes(cells)
-    full_bytes = _mean_bytes(reference)
+    share = _kv_share(cells, reference)
+    is_shared = any(prompt.kv_peak_bytes is None for cell in cells for prompt in cell.prompts)
     tokens = sum(p.prompt_tokens + p.output_tokens for cell in cells for p in cell.prompts)
     return Row(
         entry=entry,
         quality=_quality(judged) if judged else _NO_QUALITY,
         scores={cell.task: _score(cell) for cell in cells},
-        kv_peak_bytes=peak_bytes,
-        kv_share=peak_bytes / full_bytes,
-        tokens_per_s=tokens / sum(cell.seconds for cell in cells),
+        kv_peak_bytes=share * _mean_bytes(reference),
+        kv_share=share,
+        tokens_per_s=None if is_shared else tokens / sum(cell.seconds for cell in cells),
     ).with_exact_interval()
 
 
@@ -156,18 +157,46 @@ def best_rules(rows: Sequence[Row], wanted: float) -> dict[str, list[Row]]:
     return found
 
 
+BYTE_CLASSES = (0.3, 0.55, 0.8)
+"""KV bytes over full KV's, at most, of the classes whose best entries are confirmed."""
+
+
+def best_of_classes(rows: Sequence[Row], count: int) -> list[BoardEntry]:
+    """The `count` entries of the highest quality in each class of bytes."""
+    found: dict[BoardEntry, None] = {}
+    least = 0.0
+    for most in BYTE_CLASSES:
+        own = [row for row in rows if least < row.kv_share <= most and row.quality.count]
+        best = sorted(own, key=lambda row: (-row.quality.mean, row.kv_share))[:count]
+        found |= dict.fromkeys(row.entry for row in best)
+        least = most
+    return list(found)
+
+
 def _score(cell: CellResult) -> float:
     return float(_values(cell).mean())
 
 
 def _values(cell: CellResult) -> NDArray[np.float64]:
+    """Scores of which more is better: for text, the mean probability of a token (geometric)."""
     first = next(iter(cell.prompts[0].scores))
-    return np.asarray(cell.values(first), dtype=np.float64)
+    found = np.asarray(cell.values(first), dtype=np.float64)
+    return np.exp(-found) if first == NLL else found
 
 
 def _mean_bytes(cells: Sequence[CellResult]) -> float:
-    peaks = [prompt.kv_peak_bytes for cell in cells for prompt in cell.prompts]
-    return float(np.mean(peaks))
+    return float(np.mean([prompt.kv_peak_bytes for cell in cells for prompt in cell.prompts]))
+
+
+def _kv_share(cells: Sequence[CellResult], reference: Sequence[CellResult]) -> float:
+    """Peak KV bytes over those of full KV, of the prompts whose bytes were measured."""
+    pairs = [
+        (one.kv_peak_bytes, full.kv_peak_bytes or 0)
+        for cell, other in zip(cells, reference, strict=True)
+        for one, full in zip(cell.prompts, other.prompts, strict=True)
+        if one.kv_peak_bytes is not None
+    ]
+    return sum(one for one, _ in pairs) / max(1, sum(full for _, full in pairs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

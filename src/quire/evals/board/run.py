@@ -3,21 +3,26 @@
 A cell is one entry on one task. All prompts of a cell are submitted at once to an engine with the
 KV memory of the leaderboard, so its tokens/s are those of a fixed memory. Finished cells are
 stored.
+
+With `shares_prefill`, the entries of a codec run in one engine with a prefix cache. Entries whose
+rules use the same statistics then compute a prompt once, up to its first eviction. Their quality is
+that of requests of their own; bytes are measured with the first prompt of a cell, which also runs
+without cached prefixes, and there are no tokens/s.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, QuireError, UnsoundCombination
-from quire.evals.board.grid import BoardEntry, Grid
+from quire.evals.board.grid import FULL, BoardEntry
 from quire.evals.pace import Pace
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
 from quire.evals.suite.cells import CellFolder, CellResult
 from quire.evals.suite.engines import Engines
-from quire.evals.suite.runner import SampleRunner
+from quire.evals.suite.runner import SampleRunner, following_full
 from quire.evals.suite.sanity import SKIPPED, Sanity, sanity_of
 from quire.evals.tune.scores import fingerprint_of
 from quire.layout.kv_format import fill_plain, read_format
@@ -28,15 +33,18 @@ from quire.policies.eviction import make_eviction
 class BoardConfig:
     """What is compared."""
 
-    grid: Grid
+    entries: tuple[BoardEntry, ...]  # full KV first: the reference of quality
     tasks: tuple[EvalTask, ...]
     tokens: int = 256
     count: int = 10  # prompts of each task and seed
     seeds: tuple[int, ...] = (1, 2)
+    shares_prefill: bool = False
     sanity: bool = True  # whether the sanity check runs
     evict_before_question: bool | None = None  # as in `SampleRunner`
 
     def __post_init__(self) -> None:
+        if not self.entries or self.entries[0].rule != FULL:
+            raise ConfigError("expected full KV as the first entry of a leaderboard")
         if not self.tasks:
             raise ConfigError("expected at least one task, got none: add --tasks")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
@@ -44,6 +52,10 @@ class BoardConfig:
         for name, value in (("tokens", self.tokens), ("num-prompts", self.count)):
             if value < 1:
                 raise ConfigError(f"expected --{name} of 1 or more, got {value}")
+
+    @property
+    def reference(self) -> BoardEntry:
+        return self.entries[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +69,12 @@ class Board:
     entries_left: int = 0  # that did not run before the time limit
 
 
-def check_names(grid: Grid) -> None:
+def check_names(entries: Sequence[BoardEntry]) -> None:
     """Check rules and codecs before any entry runs: those at the end would fail after hours."""
-    for rule in grid.rules:
+    for entry in {entry.rule: entry for entry in entries}.values():
         with suppress(UnsoundCombination):  # shown in the table
-            make_eviction(BoardEntry(rule, "50%", grid.schedules[0], grid.codecs[0]).evict)
-    for codec in grid.codecs:
+            make_eviction(entry.evict)
+    for codec in dict.fromkeys(entry.codec for entry in entries):
         read_format(fill_plain(codec, "float32"))
 
 
@@ -84,45 +96,81 @@ class BoardRunner:
         self._samples: dict[str, list[Sample]] = {}
 
     def reference(self) -> LLM:
-        return self._engines.of(self._config.grid.reference.applied(self._kv))
+        return self._engines.of(self._config.reference.applied(self._kv))
 
     def run(self) -> Board:
-        check_names(self._config.grid)
-        entries, tasks = self._config.grid.entries(), self._config.tasks
+        check_names(self._config.entries)
+        entries, tasks = self._config.entries, self._config.tasks
         listed = [self._key(entry, task) for entry in entries for task in tasks]
         for line in self.stored.resumption(listed):
             self._pace.report(line)
         sanity = self._sanity()
-        cells: dict[BoardEntry, Sequence[CellResult]] = {}
+        cells: dict[BoardEntry, dict[str, CellResult]] = {entry: {} for entry in entries}
         refused: dict[BoardEntry, str] = {}
-        for index, entry in enumerate(entries, 1):
-            if cells and self._pace.is_over:
-                break
-            try:
-                cells[entry] = [self._cell(entry, task) for task in tasks]
-            except QuireError as error:
-                if entry == self._config.grid.reference:
-                    raise
-                refused[entry] = str(error)
-            scores = (
-                f"{cell.task} {next(iter(cell.means().values())).mean:.2f}"
-                for cell in cells.get(entry, ())
+        number = 0
+        for group in self._groups():
+            for task in tasks:
+                for entry in group:
+                    if number and self._pace.is_over:
+                        return self._board(cells, refused, sanity)
+                    number += 1
+                    if entry in refused:
+                        continue
+                    try:
+                        full = cells[self._config.reference].get(task.name)
+                        cells[entry][task.name] = found = self._cell(entry, task, full)
+                    except QuireError as error:
+                        if entry == self._config.reference:
+                            raise
+                        refused[entry] = str(error)
+                        self._pace.report(f"{number}/{len(listed)} {entry}: {error}")
+                        continue
+                    left = self._pace.left(len(listed) - number)
+                    metric, mean = next(iter(found.means().items()))
+                    done = f"{task.name}, {metric} {mean.mean:.3f}"
+                    self._pace.report(f"{number}/{len(listed)} {entry}: {done}{left}")
+        return self._board(cells, refused, sanity)
+
+    def _groups(self) -> list[list[BoardEntry]]:
+        """Entries in the order in which they run: a group computes each prompt once.
+
+        The reference comes first, and alone. Without a shared prefill each entry is a group.
+        """
+        first, *others = self._config.entries
+        groups: dict[object, list[BoardEntry]] = {None: [first]}
+        for entry in others:
+            rule = None if entry.rule == FULL else make_eviction(entry.evict)
+            statistics = () if rule is None else tuple(s.name for s in rule.statistics)
+            key = (entry.codec, statistics) if self._config.shares_prefill else entry
+            groups.setdefault(key, []).append(entry)
+        return list(groups.values())
+
+    def _board(
+        self,
+        cells: Mapping[BoardEntry, Mapping[str, CellResult]],
+        refused: Mapping[BoardEntry, str],
+        sanity: Sanity,
+    ) -> Board:
+        """The entries that have all cells."""
+        entries, tasks = self._config.entries, self._config.tasks
+        complete = {
+            entry: [found[task.name] for task in tasks]
+            for entry, found in cells.items()
+            if entry not in refused and len(found) == len(tasks)
+        }
+        left = len(entries) - len(complete) - len(refused)
+        if self._config.reference not in complete:
+            raise ConfigError(
+                "the time limit was over before full KV ran on all tasks: the same command with "
+                "the same --out goes on"
             )
-            left = self._pace.left(len(tasks) * (len(entries) - index))
-            found = refused.get(entry) or ", ".join(scores)
-            self._pace.report(f"{index}/{len(entries)} {entry}: {found}{left}")
-        done = len(cells) + len(refused)
-        if done < len(entries):
+        if left:
             self._pace.report(
-                f"time limit: {done} of {len(entries)} entries are done; the same command with the "
-                "same --out goes on"
+                f"time limit: {len(entries) - left} of {len(entries)} entries are done; the same "
+                "command with the same --out goes on"
             )
         return Board(
-            config=self._config,
-            cells=cells,
-            refused=refused,
-            sanity=sanity,
-            entries_left=len(entries) - done,
+            config=self._config, cells=complete, refused=refused, sanity=sanity, entries_left=left
         )
 
     def _sanity(self) -> Sanity:
@@ -130,7 +178,7 @@ class BoardRunner:
             return SKIPPED
         return sanity_of(
             self._engines,
-            self._config.grid.reference.applied(self._kv),
+            self._config.reference.applied(self._kv),
             tasks=[task.name for task in self._config.tasks],
             seed=self._config.seeds[0],
             identity=self._identity,
@@ -139,11 +187,11 @@ class BoardRunner:
             make_prompts=lambda: [self.samples(task) for task in self._config.tasks],
         )
 
-    def _cell(self, entry: BoardEntry, task: EvalTask) -> CellResult:
+    def _cell(self, entry: BoardEntry, task: EvalTask, full: CellResult | None) -> CellResult:
         key = self._key(entry, task)
         found = self.stored.cell(*key)
         if found is None:
-            found = self._measured(entry, task)
+            found = self._measured(entry, task, full)
             self.stored.write(*key, asdict(found))
         return found
 
@@ -151,23 +199,44 @@ class BoardRunner:
         """Name and fingerprint of a stored cell."""
         kv, config = entry.applied(self._kv), self._config
         options = (config.tokens, config.count, config.seeds, config.evict_before_question)
-        fingerprint = fingerprint_of(*self._identity, kv, task, options)
+        shared = ("shared",) if config.shares_prefill and entry != config.reference else ()
+        fingerprint = fingerprint_of(*self._identity, kv, task, options, *shared)
         return f"{task.name}-{fingerprint}", fingerprint
 
-    def _measured(self, entry: BoardEntry, task: EvalTask) -> CellResult:
-        kv = entry.applied(self._kv)
-        llm = self._engines.of(kv)
-        samples = self.samples(task)
-        before = self._config.evict_before_question
-        runner = SampleRunner(llm, kv, evict_before_question=before)
+    def _measured(self, entry: BoardEntry, task: EvalTask, full: CellResult | None) -> CellResult:
+        kv, config = entry.applied(self._kv), self._config
+        shares = config.shares_prefill and entry != config.reference
+        llm = self._engines.of(self._shared(entry) if shares else kv)
+        samples = following_full(task, self.samples(task), full)
+        runner = SampleRunner(
+            llm,
+            kv,
+            evict_before_question=config.evict_before_question,
+            shares_prefill=shares,
+        )
         with self._pace.measuring():
             prompts, seconds = runner.run(task, samples)
         return CellResult(
             task=task.name,
-            tokens=self._config.tokens,
+            tokens=config.tokens,
             arm=str(entry),
             prompts=prompts,
             seconds=seconds,
+        )
+
+    def _shared(self, entry: BoardEntry) -> KVConfig:
+        """The configuration of the engine that runs all entries of a codec."""
+        rules = dict.fromkeys(
+            other.rule
+            for other in self._config.entries
+            if other.codec == entry.codec and other.rule != FULL
+        )
+        return replace(
+            self._kv,
+            codec=entry.codec,
+            evict=FULL,
+            evict_allow="; ".join(rules) if rules else self._kv.evict_allow,
+            prefix_cache=replace(self._kv.prefix_cache, enabled=True),
         )
 
     def samples(self, task: EvalTask) -> list[Sample]:

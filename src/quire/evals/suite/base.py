@@ -1,13 +1,16 @@
 """The interface of evaluation tasks: samples with references, and the score of an output."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from quire.errors import InvariantError
+from quire.evals.fidelity import ForcedToken
 from quire.evals.tasks import Measure
 
-MIN_FULL = 0.9
+MIN_FULL = 0.5
 """Least score with full KV at which a task with exact answers may judge a rule."""
 
 
@@ -43,6 +46,7 @@ class EvalTask(ABC):
         summary: one line for `quire eval tasks`.
         metrics: names of the scores; the first one is compared.
         needs_full: least score with full KV at which it may judge a rule; None: no bound.
+        follows_full: whether outputs are not generated, but the output of full KV is scored.
     """
 
     __slots__ = ()
@@ -52,6 +56,7 @@ class EvalTask(ABC):
     metrics: ClassVar[tuple[str, ...]]
     needs_full: ClassVar[float | None] = None
     lower_is_better: ClassVar[bool] = False
+    follows_full: ClassVar[bool] = False
 
     @abstractmethod
     def samples(self, options: SampleOptions) -> list[Sample]:
@@ -64,3 +69,7 @@ class EvalTask(ABC):
     @abstractmethod
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """The value of each metric for one output."""
+
+    def score_forced(self, tokens: Sequence[ForcedToken]) -> dict[str, float]:
+        """The value of each metric for the tokens of a sample's continuation."""
+        raise InvariantError(f"task {self.name!r} has no continuations, got {len(tokens)} tokens")

@@ -24,7 +24,7 @@ class PromptResult:
     chance: float  # score of random guessing
     prompt_tokens: int
     output_tokens: int
-    kv_peak_bytes: int
+    kv_peak_bytes: int | None  # None: it ran with cached prefixes of other requests
     output: str
 
 
@@ -44,7 +44,7 @@ class CellResult:
 
     @property
     def kv_peak_bytes(self) -> int:
-        return max(prompt.kv_peak_bytes for prompt in self.prompts)
+        return max(prompt.kv_peak_bytes or 0 for prompt in self.prompts)
 
     @property
     def output_tokens_per_s(self) -> float:

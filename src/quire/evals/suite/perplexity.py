@@ -1,28 +1,40 @@
-"""Held-out perplexity: the log-probability of text after a context, token by token.
+"""Tasks over windows of running text: held-out perplexity, and summaries.
 
 The context is prefilled, and each token of the continuation is a decode step. So an eviction rule
-acts on the continuation as it acts on an output. `nll` is the mean negative log-probability of a
-token in nats; the perplexity is its exponential.
+acts on the continuation as it acts on an output.
+
+perplexity  the continuation of the text. `nll` is the mean negative log-probability of a token in
+            nats; the perplexity is its exponential
+summary     the summary that full KV generates. `top_1` is the fraction of its tokens that are also
+            the most likely ones of the configuration
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import ClassVar
 
 from quire.errors import ConfigError
+from quire.evals.fidelity import ForcedToken
 from quire.evals.questions import DOCUMENT_START
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
-from quire.evals.tasks.base import CHARACTERS_PER_TOKEN
+from quire.evals.tasks.base import CHARACTERS_PER_TOKEN, trim
 from quire.evals.tasks.words import book_text
 
 NLL = "nll"
 PERPLEXITY = "perplexity"
 CONTEXT_SHARE = 0.75
+MAX_CONTINUATION = 128
+"""Tokens of a continuation, at most: each is a decode step."""
+TOP_1 = "top_1"
+SUMMARY_TOKENS = 48
+_REQUEST = "\n\nA summary of the text above, in two sentences:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Perplexity(EvalTask):
-    """Windows of a text at equal distances: three quarters of context, one quarter measured."""
+    """Windows of a text at equal distances: the last quarter or less is measured."""
 
     name: str = "perplexity"
     summary: str = "log-probability of held-out text after a context (packaged books, or a file)"
@@ -32,18 +44,59 @@ class Perplexity(EvalTask):
     def samples(self, options: SampleOptions) -> list[Sample]:
         text = book_text() if options.data is None else _read(options.data)
         characters = int(CHARACTERS_PER_TOKEN * options.tokens)
-        step = (len(text) - characters) // options.count
-        if step < 1:
-            raise ConfigError(
-                f"expected a text of more than {characters + options.count} characters for "
-                f"{options.count} windows of {options.tokens} tokens, got {len(text)}: use a "
-                "longer text, or lower --tokens or --num-prompts"
-            )
-        starts = (options.seed + index * step for index in range(options.count))
+        starts = _starts(text, options)
         return [_window(text[start : start + characters], options) for start in starts]
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         return {}
+
+    def score_forced(self, tokens: Sequence[ForcedToken]) -> dict[str, float]:
+        return {NLL: -fmean(token.logprob for token in tokens)}
+
+
+def _starts(text: str, options: SampleOptions) -> range:
+    """The first characters of the windows.
+
+    Raises:
+        ConfigError: the text is too short.
+    """
+    characters = int(CHARACTERS_PER_TOKEN * options.tokens)
+    step = (len(text) - characters) // options.count
+    if step < 1:
+        raise ConfigError(
+            f"expected a text of more than {characters + options.count} characters for "
+            f"{options.count} windows of {options.tokens} tokens, got {len(text)}: use a "
+            "longer text, or lower --tokens or --num-prompts"
+        )
+    return range(options.seed, options.seed + options.count * step, step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary(EvalTask):
+    """Windows of the packaged books, each with the request for a summary."""
+
+    name: str = "summary"
+    summary: str = "agreement with the summary that full KV generates (packaged books)"
+    metrics: ClassVar[tuple[str, ...]] = (TOP_1,)
+    follows_full: ClassVar[bool] = True
+
+    def samples(self, options: SampleOptions) -> list[Sample]:
+        text, found = book_text(), []
+        room = options.tokens - options.measure(_REQUEST) - SUMMARY_TOKENS
+        characters = int(CHARACTERS_PER_TOKEN * options.tokens)
+        for start in _starts(text, options):
+            window = trim(text[start : start + characters], room, options.measure)
+            context = window[window.find(" ") + 1 :]
+            found.append(
+                Sample(prompt=context + _REQUEST, question=_REQUEST, max_tokens=SUMMARY_TOKENS)
+            )
+        return found
+
+    def score(self, sample: Sample, output: str) -> dict[str, float]:
+        return {TOP_1: 1.0}  # the summary of full KV itself
+
+    def score_forced(self, tokens: Sequence[ForcedToken]) -> dict[str, float]:
+        return {TOP_1: fmean(token.is_likeliest for token in tokens)}
 
 
 def _window(text: str, options: SampleOptions) -> Sample:
@@ -53,7 +106,8 @@ def _window(text: str, options: SampleOptions) -> Sample:
     most = options.tokens - 2  # the document token, and a token that is split at the boundary
     while (length := options.measure(text)) > most:
         text = text[: int(len(text) * min(0.99, most / length))]
-    cut = text.rfind(" ", 0, int(CONTEXT_SHARE * len(text)))
+    share = max(CONTEXT_SHARE, 1 - MAX_CONTINUATION / max(1, length))
+    cut = text.rfind(" ", 0, int(share * len(text)))
     return Sample(prompt=start + text[:cut], continuation=text[cut:])
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from quire.errors import UnknownName
 from quire.evals.questions import Question, make_questions
 from quire.evals.suite.base import MIN_FULL, EvalTask, Sample, SampleOptions
-from quire.evals.suite.perplexity import Perplexity
+from quire.evals.suite.perplexity import Perplexity, Summary
 
 ACCURACY, FOUND = "accuracy", "found"
 _SPARE_TOKENS = 8
@@ -26,6 +26,7 @@ _ONE_ANSWER = (
     ("copy", "a marked passage, which the output repeats"),
     ("headline", "the first line of an article"),
     ("labels", "few-shot classification of words with random labels"),
+    ("quote", "the rest of one sentence of running text, of which the question has the beginning"),
     ("repeats", "the value of one line; every line is in the prompt four times"),
     ("retold", "a fact about a person, told four times in running text"),
     ("majority", "the most frequent label of a word, a fifth of whose lines have another one"),
@@ -104,6 +105,7 @@ _ALL: tuple[EvalTask, ...] = (
         options=_MANY_KEYS,
     ),
     *(FoundTask(name=name, summary=text, family=name) for name, text in _SEVERAL_ANSWERS),
+    Summary(),
     Perplexity(),
 )
 TASKS: Mapping[str, EvalTask] = MappingProxyType({task.name: task for task in _ALL})

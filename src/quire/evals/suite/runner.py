@@ -5,12 +5,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Unpack
 
 from quire.api.llm import LLM
+from quire.config.generation_request import OptionsOfMany
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, RequestError
-from quire.evals.fidelity import FidelityScorer, generate_after
+from quire.evals.fidelity import ForcedToken, generate_after
 from quire.evals.intervals import DIFFERENCE, MIN_PROMPTS, Mean, mean_of
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
 from quire.evals.suite.cells import CellFolder, CellResult, PromptResult
@@ -29,91 +31,118 @@ class SampleRunner:
 
     Before a question, the KV of the context is evicted, and the question's tokens follow as forced
     outputs. The default, None, is to do so if a rule evicts at the end of the prefill only: else
-    the first output token is that of full KV.
+    the first output token is that of full KV. The tokens of a continuation are forced outputs too:
+    each is a decode step, so that a rule acts on them as on an output.
+
+    Args:
+        llm: the engine.
+        kv: the configuration that the samples run with.
+        evict_before_question: as above.
+        shares_prefill: whether the engine has the rules of several runs and a prefix cache: each
+            request names its own rule. The first sample then also runs without cached prefixes:
+            only its KV bytes are those of a request of its own, and the others have none.
     """
 
     def __init__(
-        self, llm: LLM, kv: KVConfig, *, evict_before_question: bool | None = None
+        self,
+        llm: LLM,
+        kv: KVConfig,
+        *,
+        evict_before_question: bool | None = None,
+        shares_prefill: bool = False,
     ) -> None:
         self._llm, self._kv, rule = llm, kv, make_eviction(kv.evict)
         self._before = rule.when == PREFILL_END
         if evict_before_question is not None:
             self._before = rule.evicts and evict_before_question
+        self._shares_prefill = shares_prefill
 
     def run(
         self, task: EvalTask, samples: Sequence[Sample]
     ) -> tuple[tuple[PromptResult, ...], float]:
         """Results in the order of the samples, and the seconds of the engine."""
-        if samples[0].continuation:
-            return self._score_continuations(samples)
-        split = [self._prompt(task, sample) for sample in samples]
+        started = time.perf_counter()
+        if not self._shares_prefill:
+            results = self._results(task, samples)
+        else:
+            alone = self._results(task, samples[:1], evict=self._kv.evict, cache_salt="alone")
+            found = self._results(task, samples, evict=self._kv.evict)
+            known = [alone[0].kv_peak_bytes, *[None] * (len(samples) - 1)]
+            results = tuple(
+                replace(one, kv_peak_bytes=kv_bytes)
+                for one, kv_bytes in zip(found, known, strict=True)
+            )
+        return results, time.perf_counter() - started
+
+    def _results(
+        self, task: EvalTask, samples: Sequence[Sample], **options: Unpack[OptionsOfMany]
+    ) -> tuple[PromptResult, ...]:
+        split = [self._split(task, sample) for sample in samples]
         params = [
             SamplingParams(
-                max_tokens=len(question) + sample.max_tokens, temperature=0.0, stop=sample.stop
+                max_tokens=len(question) + len(rest) + sample.max_tokens * (not rest),
+                temperature=0.0,
+                stop=() if rest else sample.stop,
+                ignore_eos=bool(rest),
             )
-            for sample, (_, question) in zip(samples, split, strict=True)
+            for sample, (_, question, rest) in zip(samples, split, strict=True)
         ]
-        prompts, questions = zip(*split, strict=True)
-        started = time.perf_counter()
-        outputs = generate_after(self._llm, prompts, questions, params)
-        seconds = time.perf_counter() - started
-        results = tuple(
-            self._scored(task, sample, output, question)
-            for sample, output, question in zip(samples, outputs, questions, strict=True)
-        )
-        return results, seconds
+        prompts = [prompt for prompt, _, _ in split]
+        forced = [[*question, *rest] for _, question, rest in split]
+        scored: list[list[ForcedToken]] = []
+        outputs = generate_after(self._llm, prompts, forced, params, scored=scored, **options)
+        found = []
+        for index, (sample, output) in enumerate(zip(samples, outputs, strict=True)):
+            if output.error is not None:
+                raise RequestError(f"a request of the evaluation failed: {output.error}")
+            _, question, rest = split[index]
+            text = self._text_after(output, question)
+            given = task.score_forced(scored[index][len(question) :]) if rest else None
+            score = task.score(sample, text) if given is None else given
+            found.append(_result(sample, score, _usage_after(output.usage, question), output=text))
+        return tuple(found)
 
-    def _scored(
-        self, task: EvalTask, sample: Sample, output: RequestOutput, question: Sequence[int]
-    ) -> PromptResult:
-        if output.error is not None:
-            raise RequestError(f"a request of the evaluation failed: {output.error}")
-        tokenizer, usage, count = self._llm.model.tokenizer, output.usage, len(question)
-        texts = Detokenizer(tokenizer, output.prompt_token_ids, skip_special_tokens=True)
-        text = output.text[sum(len(texts.push(token)) for token in question) :]
-        usage = replace(
-            usage,
-            prompt_tokens=usage.prompt_tokens + count,
-            completion_tokens=usage.completion_tokens - count,
-        )
-        return _result(sample, task.score(sample, text), usage, output=text)
+    def _text_after(self, output: RequestOutput, question: Sequence[int]) -> str:
+        """The output without the forced tokens of the question."""
+        ids = output.prompt_token_ids
+        texts = Detokenizer(self._llm.model.tokenizer, ids, skip_special_tokens=True)
+        return output.text[sum(len(texts.push(token)) for token in question) :]
 
-    def _prompt(self, task: EvalTask, sample: Sample) -> tuple[list[int], list[int]]:
-        """Token ids of the prompt, and of the question that follows its eviction, if any."""
-        ids = self._llm.encode(sample.prompt)
-        most = self._llm.model.spec.max_positions - sample.max_tokens
+    def _split(self, task: EvalTask, sample: Sample) -> tuple[list[int], list[int], list[int]]:
+        """Token ids of the prompt, of the question after its eviction, and of the continuation."""
+        ids, rest, question = self._llm.encode(sample.prompt), list[int](), list[int]()
+        if sample.continuation:  # encoded with the prompt as one text
+            rest = self._llm.encode(sample.prompt + sample.continuation)[len(ids) :]
+        most = self._llm.model.spec.max_positions - max(len(rest), sample.max_tokens)
         if len(ids) > most:
             raise ConfigError(
                 f"a prompt of task {task.name!r} has {len(ids)} tokens; with its "
                 f"{sample.max_tokens} output tokens the model's context holds {most}: lower "
                 "--tokens"
             )
-        return split_at_question(self._llm, sample) if self._before else (ids, [])
+        if self._before:
+            ids, question = split_at_question(self._llm, sample)
+        return ids, question, rest
 
-    def _score_continuations(
-        self, samples: Sequence[Sample]
-    ) -> tuple[tuple[PromptResult, ...], float]:
-        split = [self._split(sample) for sample in samples]
-        scorer = FidelityScorer(
-            self._llm.model,
-            self._kv,
-            longest_tokens=max(len(context) + len(rest) for context, rest in split),
-            new_tokens=max(len(rest) for _, rest in split),
-        )
-        started = time.perf_counter()
-        found = [scorer.mean_nll(context, rest) for context, rest in split]
-        seconds = time.perf_counter() - started
-        results = tuple(
-            _result(sample, {NLL: nll}, usage)
-            for sample, (nll, usage) in zip(samples, found, strict=True)
-        )
-        return results, seconds
 
-    def _split(self, sample: Sample) -> tuple[list[int], list[int]]:
-        """Token ids of the context and of the continuation, encoded as one text."""
-        count = len(self._llm.encode(sample.prompt))
-        ids = self._llm.encode(sample.prompt + sample.continuation)
-        return ids[:count], ids[count:]
+def _usage_after(usage: Usage, question: Sequence[int]) -> Usage:
+    return replace(
+        usage,
+        prompt_tokens=usage.prompt_tokens + len(question),
+        completion_tokens=usage.completion_tokens - len(question),
+    )
+
+
+def following_full(
+    task: EvalTask, samples: Sequence[Sample], full: CellResult | None
+) -> list[Sample]:
+    """The samples; if the task scores the outputs of full KV, with these as continuations."""
+    if not task.follows_full or full is None:
+        return list(samples)
+    return [
+        replace(sample, continuation=prompt.output)
+        for sample, prompt in zip(samples, full.prompts, strict=True)
+    ]
 
 
 def split_at_question(llm: LLM, sample: Sample) -> tuple[list[int], list[int]]:
@@ -278,7 +307,9 @@ class Evaluator:
         for line in self._stored.resumption(listed):
             self._report(line)
         sanity = self._sanity()
-        cells = {arm: self._cells(arm, kv) for arm, kv in arms.items()}
+        cells: dict[str, list[CellResult]] = {}
+        for arm, kv in arms.items():
+            cells[arm] = self._cells(arm, kv, cells.get(FULL))
         verdicts = tuple(
             compare(task, full, found, sanity)
             for (task, _), full, found in zip(
@@ -301,14 +332,21 @@ class Evaluator:
             make_prompts=lambda: [self._samples(*cell) for cell in self._config.cells()],
         )
 
-    def _cells(self, arm: str, kv: KVConfig) -> list[CellResult]:
-        return [self._cell(task, tokens, arm, kv) for task, tokens in self._config.cells()]
+    def _cells(self, arm: str, kv: KVConfig, full: Sequence[CellResult] | None) -> list[CellResult]:
+        cells = self._config.cells()
+        known = [None] * len(cells) if full is None else full
+        return [
+            self._cell(task, tokens, arm, kv, one)
+            for (task, tokens), one in zip(cells, known, strict=True)
+        ]
 
-    def _cell(self, task: EvalTask, tokens: int, arm: str, kv: KVConfig) -> CellResult:
+    def _cell(
+        self, task: EvalTask, tokens: int, arm: str, kv: KVConfig, full: CellResult | None
+    ) -> CellResult:
         key = self._key(task, tokens, arm, kv)
         found = self._stored.cell(*key)
         if found is None:
-            found = self._measured(task, tokens, kv)
+            found = self._measured(task, tokens, kv, full)
             self._stored.write(*key, asdict(found))
         metric, mean = next(iter(found.means().items()))
         self._report(
@@ -316,9 +354,11 @@ class Evaluator:
         )
         return found
 
-    def _measured(self, task: EvalTask, tokens: int, kv: KVConfig) -> CellResult:
+    def _measured(
+        self, task: EvalTask, tokens: int, kv: KVConfig, full: CellResult | None
+    ) -> CellResult:
         llm = self._engines.of(kv)
-        samples = self._samples(task, tokens)
+        samples = following_full(task, self._samples(task, tokens), full)
         before = self._config.evict_before_question
         runner = SampleRunner(llm, kv, evict_before_question=before)
         prompts, seconds = runner.run(task, samples)

@@ -21,7 +21,7 @@ from quire.evals.tasks.base import (
     TaskQuery,
     rough_measure,
 )
-from quire.evals.tasks.labels import Arithmetic, Copy, Headline, Labels
+from quire.evals.tasks.labels import Arithmetic, Copy, Headline, Labels, Quote
 from quire.evals.tasks.needles import Facts, KeyValue, Lines, LongEval, Needles, Passkey
 from quire.evals.tasks.redundant import Majority, Repeats, Retold, Topics
 from quire.evals.tasks.ruler import CommonWords, MultiQuery, MultiValue, Variables, VariableTracking
@@ -70,6 +70,7 @@ ALL_FAMILIES: Mapping[str, type[TaskFamily]] = MappingProxyType(
         "niah_multiquery": MultiQuery,
         "tracking": VariableTracking,
         "cwe": CommonWords,
+        "quote": Quote,
         "repeats": Repeats,
         "retold": Retold,
         "majority": Majority,

@@ -16,6 +16,7 @@ from quire.evals.tasks.base import (
     Task,
     TaskFamily,
     TaskQuery,
+    place_at,
     running_text,
     snap,
     trim,
@@ -78,6 +79,7 @@ def _dense(shots: list[_Shot], names: list[str]) -> tuple[Span, ...]:
 
 
 _PASSAGE_WEIGHT = 0.3
+_LONG_SENTENCE = re.compile(r"[A-Z][a-z]+(?: [A-Za-z]+){8}")  # nine words without punctuation
 _SENTENCE = re.compile(r'[A-Z][a-z][^.!?\n"]{25,100}[.!?]')
 
 
@@ -129,6 +131,35 @@ class Copy(TaskFamily):
             depth=cut / max(1, len(rest)),
         )
         return Task(name="copy", spans=spans, queries=(query,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quote(TaskFamily):
+    """Running text, then the beginning of one of its sentences, which the output completes.
+
+    Attributes:
+        known: words of the sentence in the question.
+        words: words of the answer.
+    """
+
+    known: int = 6
+    words: int = 3
+
+    def build(self, rng: random.Random, setting: Setting) -> Task:
+        depth = rng.random() if setting.depth is None else setting.depth
+        room = setting.tokens - setting.measure(" word" * 2 * self.known) - 8
+        text = running_text(rng, max(0, room), setting)
+        starts = [one.start() for one in _LONG_SENTENCE.finditer(text)]
+        start = starts[place_at(depth, len(starts))] if starts else 0
+        words = text[start:].split(" ")
+        known, answer = words[: self.known], words[self.known : self.known + self.words]
+        query = TaskQuery(
+            question=f'\n\nThe text above has the sentence: "{" ".join(known)}',
+            answer=f" {' '.join(answer)}",
+            tail='"\n',
+            depth=start / max(1, len(text)),
+        )
+        return Task(name="quote", spans=((text, TEXT_WEIGHT),), queries=(query,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
