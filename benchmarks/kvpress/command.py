@@ -59,7 +59,7 @@ def kvpress(  # noqa: PLR0913 - one parameter per option
         codecs=(NO_CODEC,),
     )
     config = BoardConfig(
-        grid=grid,
+        entries=grid.entries(),
         tasks=tuple(map(task_of, split_texts(tasks, ","))),
         tokens=tokens,
         count=num_prompts,
@@ -78,6 +78,7 @@ def kvpress(  # noqa: PLR0913 - one parameter per option
                 llm,
                 config,
                 chosen,
+                grid=grid,
                 samples=runner.samples,
                 identity=(settings.model, settings.loading, settings.schedule),
                 stored=runner.stored,

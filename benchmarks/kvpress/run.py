@@ -26,7 +26,7 @@ import torch
 
 from quire.api.llm import LLM
 from quire.errors import ConfigError, RequestError
-from quire.evals.board.grid import NO_CODEC, BoardEntry
+from quire.evals.board.grid import NO_CODEC, BoardEntry, Grid
 from quire.evals.board.result import BoardResult, Row
 from quire.evals.board.run import Board, BoardConfig
 from quire.evals.pace import Report
@@ -346,6 +346,7 @@ class PressRunner:
         llm: an engine with the model of the leaderboard; it encodes and decodes.
         config: the leaderboard.
         presses: texts of presses.
+        grid: budgets and schedules of the presses.
         samples: returns the prompts of a task.
         identity: values that identify the model and its options, for stored cells.
         stored: stored cells.
@@ -359,6 +360,7 @@ class PressRunner:
         config: BoardConfig,
         presses: Sequence[str],
         *,
+        grid: Grid,
         samples: Callable[[EvalTask], list[Sample]],
         identity: Sequence[object],
         stored: CellFolder,
@@ -366,6 +368,7 @@ class PressRunner:
     ) -> None:
         self._process, self._llm, self._config, self._presses = process, llm, config, presses
         self._samples, self._stored, self._report = samples, stored, report
+        self._grid = grid
         self._identity = (*identity, sorted(process.versions.items()))
 
     def run(self, board: Board) -> Board:
@@ -379,7 +382,7 @@ class PressRunner:
         cells: dict[BoardEntry, Sequence[CellResult]] = dict(board.cells)
         refused = dict(board.refused)
         for index, press in enumerate(self._presses, 1):
-            for schedule in self._config.grid.schedules:
+            for schedule in self._grid.schedules:
                 found, reasons = self._entries(press, schedule, full)
                 cells |= found
                 refused |= reasons
@@ -412,7 +415,7 @@ class PressRunner:
         self, press: str, schedule: str, full: Sequence[CellResult]
     ) -> tuple[dict[BoardEntry, Sequence[CellResult]], dict[BoardEntry, str]]:
         """Cells of a press that ran, and why other budgets are refused."""
-        budgets = self._config.grid.budgets
+        budgets = self._grid.budgets
         why = self._refusal(press, schedule, full)
         if why:
             return {}, {entry_of(press, ",".join(budgets), schedule): why}

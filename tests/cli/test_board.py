@@ -12,6 +12,7 @@ SMALL = (
     *("board", "quire-tiny", "--kv-memory", "8MiB", "--tasks", "repeats", "--codecs", "none"),
     *("--rules", "sinks;kvcrush_openvino", "--budgets", "50%", "--schedules", "prefill_end"),
     *("--num-prompts", "3", "--seeds", "1", "--tokens", "200", "--no-sanity-check", "--json"),
+    "--no-share-prefill",
 )
 
 
@@ -36,7 +37,9 @@ def test_a_run_ends_at_its_time_limit_and_its_pages_say_so(quire, tmp_path):
 
     result = json.loads(stopped.stdout.splitlines()[-1])
     assert (result["claims"]["entries"], result["arms"]["entries_left"]) == (1, 2)
-    assert re.search(r"1/3 .*full: repeats 1\.00, about \d:\d\d:\d\d left\n", stopped.stderr)
+    assert re.search(
+        r"1/3 .*full: repeats, accuracy 1\.000, about \d:\d\d:\d\d left\n", stopped.stderr
+    )
     assert "time limit: 1 of 3 entries are done" in stopped.stderr
     page = (tmp_path / "board.md").read_text(encoding="utf-8")
     assert "**2 entries did not run before the time limit.**" in page
@@ -115,3 +118,39 @@ def test_the_documents_get_the_rows_of_kvpress_of_another_run(tmp_path):
     page = (tmp_path / "board-measured.md").read_text(encoding="utf-8")
     assert "Rows of [kvpress](#presses-of-kvpress): `bash runs/kvpress.sh`" in page
     assert ". beside other work\n" in page
+
+
+def test_the_best_entries_are_confirmed_with_more_prompts_and_other_lengths(quire, tmp_path):
+    grids = tmp_path / "grids.toml"
+    grids.write_text(
+        "[[grid]]\nrules = ['recent:sinks=4', 'random']\nbudgets = ['50%']\n"
+        "schedules = ['prefill_end']\ncodecs = ['none', 'int8']\n"
+    )
+    options = ("--grids", grids, "--share-prefill", "--confirm", "1", "--confirm-prompts", "4")
+    run = quire(*SMALL, *options, "--confirm-tokens", "200,240", "--out", tmp_path)
+
+    assert run.exit_code == 0, run.stderr
+    arms = json.loads(run.stdout.splitlines()[-1])["arms"]
+    assert [
+        (one["config"]["tokens"], one["config"]["num_prompts"]) for one in arms["confirmed"]
+    ] == [
+        (200, 4),
+        (240, 4),
+    ]
+    best = {row["evict"] for one in arms["confirmed"] for row in one["arms"]["rows"]}
+    assert "full" in best
+    assert len(best) <= 4  # full KV, and one of each class of bytes
+    page = (tmp_path / "board.md").read_text(encoding="utf-8")
+    assert "## Confirmed" in page
+    assert "with 4, 4 prompts of 200, 240 tokens" in page
+    again = quire(*SMALL, *options, "--confirm-tokens", "200,240", "--out", tmp_path)
+    assert json.loads(again.stdout.splitlines()[-1])["arms"] == arms
+
+
+def test_quick_and_a_file_of_grids_exclude_each_other(quire, tmp_path):
+    grids = tmp_path / "grids.toml"
+    grids.write_text("[[grid]]\nrules = ['random']\n")
+    found = quire(*SMALL, "--quick", "--grids", grids, "--out", tmp_path)
+
+    assert found.exit_code == 2
+    assert "--quick and --grids name different entries: leave out one of them" in found.stderr

@@ -42,10 +42,9 @@ SNAP = {"name": "SnapKVPress", "options": {"window_size": 16}}
 TASK, COUNT = "repeats", 3
 TESTED = ("KnormPress", "MaskPress", "WrongPress", "RefusedPress")
 KV = KVConfig(memory="8MiB")
+GRID = Grid(rules=("full",), budgets=("50%", "25%"), schedules=("prefill_end",), codecs=("none",))
 CONFIG = BoardConfig(
-    grid=Grid(
-        rules=("full",), budgets=("50%", "25%"), schedules=("prefill_end",), codecs=("none",)
-    ),
+    entries=GRID.entries(),
     tasks=(task_of(TASK),),
     tokens=200,
     count=COUNT,
@@ -110,6 +109,7 @@ def run_presses(llm, full, folder, presses=TESTED, python=None):
             llm,
             CONFIG,
             presses,
+            grid=GRID,
             samples=runner.samples,
             identity=(),
             stored=CellFolder(folder),

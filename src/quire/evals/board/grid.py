@@ -70,17 +70,17 @@ class Grid:
             if when not in SCHEDULES:
                 raise UnknownName("value of --schedules", when, SCHEDULES)
 
-    def entries(self) -> list[BoardEntry]:
+    def entries(self) -> tuple[BoardEntry, ...]:
         """Full KV with each codec, then all combinations."""
-        full = [BoardEntry(FULL, "", "", codec) for codec in self.codecs]
-        return full + [
+        full = tuple(BoardEntry(FULL, "", "", codec) for codec in self.codecs)
+        return full + tuple(
             BoardEntry(rule, budget, schedule, codec)
             for codec in self.codecs
             for schedule in self.schedules
             for budget in self.budgets
             for rule in self.rules
             if rule != FULL
-        ]
+        )
 
 
 def entries_of(*grids: Grid) -> tuple[BoardEntry, ...]:

@@ -139,8 +139,9 @@ class BoardRunner:
         first, *others = self._config.entries
         groups: dict[object, list[BoardEntry]] = {None: [first]}
         for entry in others:
-            rule = None if entry.rule == FULL else make_eviction(entry.evict)
-            statistics = () if rule is None else tuple(s.name for s in rule.statistics)
+            statistics: tuple[str, ...] = ()
+            with suppress(ConfigError):  # shown in the table when the entry runs
+                statistics = tuple(one.name for one in make_eviction(entry.evict).statistics)
             key = (entry.codec, statistics) if self._config.shares_prefill else entry
             groups.setdefault(key, []).append(entry)
         return list(groups.values())

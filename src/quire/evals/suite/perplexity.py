@@ -25,7 +25,7 @@ from quire.evals.tasks.words import book_text
 NLL = "nll"
 PERPLEXITY = "perplexity"
 CONTEXT_SHARE = 0.75
-MAX_CONTINUATION = 128
+MAX_CONTINUATION = 64
 """Tokens of a continuation, at most: each is a decode step."""
 TOP_1 = "top_1"
 SUMMARY_TOKENS = 48

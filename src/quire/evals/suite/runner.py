@@ -65,7 +65,9 @@ class SampleRunner:
         if not self._shares_prefill:
             results = self._results(task, samples)
         else:
-            alone = self._results(task, samples[:1], evict=self._kv.evict, cache_salt="alone")
+            alone = self._results(
+                task, samples[:1], evict=self._kv.evict, cache_salt=self._kv.evict
+            )
             found = self._results(task, samples, evict=self._kv.evict)
             known = [alone[0].kv_peak_bytes, *[None] * (len(samples) - 1)]
             results = tuple(

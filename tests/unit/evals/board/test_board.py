@@ -1,5 +1,6 @@
 """The leaderboard: its grid, its rows and its pages."""
 
+import math
 import re
 from dataclasses import replace
 
@@ -7,9 +8,15 @@ import pytest
 
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnknownName
-from quire.evals.board.grid import BoardEntry, Grid
+from quire.evals.board.grid import BoardEntry, Grid, entries_of, read_grids
 from quire.evals.board.pages import chart, page
-from quire.evals.board.result import BoardResult, best_rules, judged_tasks, rows_of
+from quire.evals.board.result import (
+    BoardResult,
+    best_of_classes,
+    best_rules,
+    judged_tasks,
+    rows_of,
+)
 from quire.evals.board.run import Board, BoardConfig, check_names
 from quire.evals.suite.cells import CellResult, PromptResult
 from quire.evals.suite.registry import task_of
@@ -21,10 +28,10 @@ GRID = Grid(
 FULL, SINKS, KVCRUSH = GRID.entries()
 
 
-def cell(task, scores, kv_bytes, seconds=2.0):
+def cell(task, scores, kv_bytes, seconds=2.0, metric="accuracy"):
     prompts = tuple(
         PromptResult(
-            scores={"accuracy": float(score)},
+            scores={metric: float(score)},
             depth=None,
             chance=0.0,
             prompt_tokens=90,
@@ -38,7 +45,7 @@ def cell(task, scores, kv_bytes, seconds=2.0):
 
 
 def board(**refused):
-    config = BoardConfig(grid=GRID, tasks=(task_of("lines"), task_of("labels")))
+    config = BoardConfig(entries=GRID.entries(), tasks=(task_of("lines"), task_of("labels")))
     cells = {
         FULL: [cell("lines", [1, 1, 1, 1], 1000), cell("labels", [1, 0, 0, 0], 1000)],
         SINKS: [cell("lines", [0, 1, 1, 1], 400), cell("labels", [1, 1, 1, 1], 400)],
@@ -48,18 +55,17 @@ def board(**refused):
 
 
 def test_grid_has_full_kv_first_and_all_combinations():
-    grid = Grid()
-    entries = grid.entries()
+    entries = Grid().entries()
 
-    assert entries[0] == grid.reference
-    assert len(entries) == len(set(entries)) == 3 + 12 * 3 * 2 * 3
+    assert str(entries[0]) == "--kv-codec none --evict full"
+    assert len(entries) == len(set(entries)) == 2 + 8 * 3 * 2 * 2
     assert SINKS.evict == "sinks:cap=25%,when=decode"
     assert KVCRUSH.evict == "kvcrush:base=(h2o),cap=25%,when=decode"
     applied = BoardEntry("sinks", "25%", "decode", "int8").applied(KVConfig(memory="8MiB"))
     assert (applied.codec, applied.memory) == ("int8", 8 << 20)
 
 
-@pytest.mark.parametrize("name", ["rules", "budgets", "schedules", "codecs"])
+@pytest.mark.parametrize("name", ["budgets", "schedules", "codecs"])
 def test_empty_lists_are_refused(name):
     with pytest.raises(ConfigError, match=f"--{name} has no values"):
         Grid(**{name: ()})
@@ -75,7 +81,7 @@ def test_empty_lists_are_refused(name):
 )
 def test_options_out_of_range_are_refused(options, expected):
     with pytest.raises(ConfigError, match=expected):
-        BoardConfig(**{"grid": GRID, "tasks": (task_of("lines"),)} | options)
+        BoardConfig(**{"entries": GRID.entries(), "tasks": (task_of("lines"),)} | options)
 
 
 def test_quality_is_over_the_tasks_that_full_kv_answers():
@@ -101,7 +107,7 @@ def test_a_task_whose_sanity_check_failed_does_not_count():
     assert not any(row.is_unbeaten or "quality" in row.as_dict() for row in result.rows)
     assert stored.rows == result.rows
     assert "**No task counts, so there is no quality and no Pareto-optimal entry: each" in text
-    assert "0.9 with full KV (lines 1, labels 0.25) or failed the sanity check. Choose" in text
+    assert "0.5 with full KV (lines 1, labels 0.25) or failed the sanity check. Choose" in text
     assert "| `sinks` | 25% | decode | `none` | none |" in text
     assert "Rules that keep" not in text
     assert "yes |" not in text
@@ -185,14 +191,103 @@ def test_a_misspelt_schedule_is_refused_before_anything_runs():
 )
 def test_misspelt_rules_and_codecs_are_refused_before_anything_runs(values, message):
     with pytest.raises(UnknownName, match=message):
-        check_names(Grid(**values))
+        check_names(Grid(**values).entries())
 
 
 def test_names_of_the_default_grid_are_known():
-    check_names(Grid(rules=(*Grid().rules, "full")))
+    check_names(Grid(rules=(*Grid().rules, "full")).entries())
 
 
 @pytest.mark.parametrize("budget", ["25", "0.25", "%", "25 %"])
 def test_a_budget_that_is_no_fraction_is_refused(budget):
     with pytest.raises(ConfigError, match="--budgets as fractions of the prompt such as 25%, got"):
         Grid(budgets=(budget,))
+
+
+TWO_GRIDS = """
+[[grid]]
+rules = ["snapkv", "keydiff"]
+budgets = ["50%"]
+schedules = ["prefill_end"]
+codecs = ["none"]
+
+[[grid]]
+rules = ["keydiff"]
+budgets = ["50%"]
+schedules = ["prefill_end"]
+codecs = ["none", "int8"]
+"""
+
+
+def test_grids_of_a_file_give_each_entry_once_with_full_kv_first(tmp_path):
+    file = tmp_path / "grids.toml"
+    file.write_text(TWO_GRIDS)
+
+    found = [(entry.rule, entry.codec) for entry in entries_of(*read_grids(file))]
+
+    assert found[:2] == [("full", "none"), ("full", "int8")]
+    assert sorted(found[2:]) == [("keydiff", "int8"), ("keydiff", "none"), ("snapkv", "none")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "tables .*, got none"),
+        ("[[grid]]\nrule = ['h2o']", "'rule': did you mean rules"),
+        ("[[grid]]\nrules = 'h2o'", "expected rules in .* as a list of texts, got 'h2o'"),
+        ("[[grid]]\nbudgets = ['25']", "fractions of the prompt"),
+        ("[[grid", "cannot read --grids"),
+    ],
+)
+def test_an_invalid_file_of_grids_is_refused(text, message, tmp_path):
+    file = tmp_path / "grids.toml"
+    file.write_text(text)
+
+    with pytest.raises((ConfigError, UnknownName), match=message):
+        read_grids(file)
+
+
+def test_bytes_with_a_shared_prefill_are_those_of_the_measured_prompts():
+    """Full KV has 1,000 and 500 bytes; a rule was measured on the second task's prompts only."""
+    found, full = board(), [cell("lines", [1, 1], 1000), cell("labels", [1, 1], 500)]
+    hidden = [replace(one, kv_peak_bytes=None) for one in cell("lines", [1, 1], 1).prompts]
+    shared = [replace(cell("lines", [1, 1], 1), prompts=tuple(hidden)), cell("labels", [1, 1], 200)]
+    rows = {row.entry: row for row in rows_of(replace(found, cells={FULL: full, SINKS: shared}))}
+
+    assert rows[SINKS].kv_share == 0.4
+    assert rows[SINKS].kv_peak_bytes == 0.4 * 750
+    assert rows[SINKS].tokens_per_s is None
+    text = page(
+        BoardResult.of(replace(found, cells={FULL: full, SINKS: shared})), "m", has_chart=False
+    )
+    assert "tokens/s" not in text.lower()
+    assert "Entries shared the prefill of a prompt." in text
+
+
+def test_quality_of_text_is_the_mean_probability_of_a_token_over_full_kvs():
+    config = BoardConfig(entries=GRID.entries(), tasks=(task_of("perplexity"),))
+    worse, full = math.log(4), math.log(2)  # probabilities of 1/4 and 1/2
+    cells = {
+        FULL: [cell("perplexity", [full, full], 1000, metric="nll")],
+        SINKS: [cell("perplexity", [worse, full], 400, metric="nll")],
+    }
+    rows = rows_of(Board(config=config, cells=cells, refused={}, sanity=SKIPPED))
+
+    assert {row.entry: row.quality.mean for row in rows} == pytest.approx({FULL: 1.0, SINKS: 0.75})
+
+
+def test_the_best_entries_of_each_class_of_bytes_are_confirmed():
+    first = rows_of(board())[0]
+    shares = {"a": 0.2, "b": 0.3, "c": 0.31, "d": 0.5, "e": 0.9}
+    rows = [
+        replace(
+            first,
+            entry=BoardEntry(name, "25%", "decode", "none"),
+            kv_share=share,
+            quality=replace(first.quality, mean=share if name != "a" else 0.5),
+        )
+        for name, share in shares.items()
+    ]
+
+    assert [entry.rule for entry in best_of_classes(rows, 1)] == ["a", "d"]
+    assert [entry.rule for entry in best_of_classes(rows, 2)] == ["a", "b", "d", "c"]

@@ -1,19 +1,22 @@
 """Generated tasks and perplexity windows: they fit, are deterministic, and score as RULER does."""
 
+from dataclasses import replace
+
 import pytest
 from typer.testing import CliRunner
 
 from quire.api.llm import LLM
 from quire.cli.main import app
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.errors import ConfigError
 from quire.evals.questions import DEPTHS
 from quire.evals.suite.base import SampleOptions
+from quire.evals.suite.cells import CellResult
 from quire.evals.suite.registry import SUITES, TASKS, fraction_found, suite_of, suites_with, task_of
-from quire.evals.suite.runner import SampleRunner
+from quire.evals.suite.runner import SampleRunner, following_full
 from quire.evals.tasks import ALL_FAMILIES, FAMILIES, make, rough_measure
 
-GENERATED = [task.name for task in TASKS.values() if task.name != "perplexity"]
+GENERATED = [task.name for task in TASKS.values() if task.name not in ("perplexity", "summary")]
 NEW = sorted(ALL_FAMILIES.keys() - FAMILIES.keys())
 
 
@@ -193,3 +196,43 @@ def test_prompts_beyond_the_context_are_refused_before_they_are_generated(comman
 
 def test_fraction_of_answers_is_counted():
     assert fraction_found("123, 456 and ABC", ["123", "789", "abc", "0"]) == 0.5
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("perplexity", 1e-4), ("summary", 0.03)])
+def test_a_rule_that_evicts_nearly_all_tokens_changes_the_probabilities_of_a_text(name, tolerance):
+    """The summary of full KV is scored along its own tokens; 1 up to ties."""
+    llm, task = LLM("quire-tiny", dtype="float32", kv=KVConfig(memory="8MiB")), task_of(name)
+    samples = task.samples(options(measure=lambda text: len(llm.encode(text)), tokens=256, count=3))
+
+    def run(evict, own):
+        kv = KVConfig(memory="8MiB", evict=evict)
+        results, _ = SampleRunner(LLM(llm.model, kv=kv), kv).run(task, own)
+        return results
+
+    full = run("full", samples)
+    cell = CellResult(task=name, tokens=256, arm="full", prompts=full, seconds=1.0)
+    own = following_full(task, samples, cell)
+    metric = task.metrics[0]
+    for rule, better in (("full", True), ("recent:cap=6,when=prefill_end", False)):
+        for one, other in zip(run(rule, own), full, strict=True):
+            same = one.scores[metric] == pytest.approx(other.scores[metric], abs=tolerance)
+            assert same == better
+
+
+@pytest.mark.parametrize("when", ["prefill_end", "prefill_and_decode", "decode"])
+@pytest.mark.parametrize("name", ["retold", "summary"])
+def test_rules_that_share_a_prefill_get_the_scores_of_their_own(name, when):
+    llm, task = LLM("quire-tiny", dtype="float32", kv=KVConfig(memory="8MiB")), task_of(name)
+    samples = task.samples(options(measure=lambda text: len(llm.encode(text)), tokens=256, count=3))
+    rules = [f"{rule},cap=50%,when={when}" for rule in ("snapkv:window=16", "keydiff:recent=1")]
+    kv = KVConfig(memory="16MiB", evict_allow="snapkv:window=16; keydiff:recent=1")
+    shared = LLM(llm.model, kv=kv)
+    for rule in rules:
+        own = KVConfig(memory="8MiB", evict=rule, prefix_cache=PrefixCacheConfig(enabled=False))
+        alone, _ = SampleRunner(LLM(llm.model, kv=own), own).run(task, samples)
+        runner = SampleRunner(shared, replace(kv, evict=rule), shares_prefill=True)
+        found, _ = runner.run(task, samples)
+        assert [one.scores for one in found] == [one.scores for one in alone]
+        assert [one.output for one in found] == [one.output for one in alone]
+        assert found[0].kv_peak_bytes == alone[0].kv_peak_bytes
+        assert {one.kv_peak_bytes for one in found[1:]} == {None}
