@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Leaderboard of quire-tiny in docs/board-measured.md: 12 rules, 3 budgets, 2 schedules, 3 codecs. The same
-# command goes on after an interruption. Last line of output: one JSON object. Folder: BOARD_OUT.
+# Leaderboard of SmolLM2-135M-Instruct in docs/board-measured.md: the grids of runs/board.toml on seven tasks of
+# 30 prompts each, then the best six entries of each class of KV bytes with 500 prompts and two more lengths. The same command
+# goes on after an interruption, also after --time-limit SECONDS. Last line of output: one JSON object. Folder: BOARD_OUT.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec .venv/bin/python -m quire board quire-tiny --kv-memory 8MiB --dtype float32 --num-prompts 5 --out "${BOARD_OUT:-out/board}" \
-    --json "$@"
+exec .venv/bin/python -m quire board smollm2 --kv-memory 3GiB --max-num-seqs 32 --grids runs/board.toml --confirm 6 \
+    --confirm-tokens 1024,2048,4096 --out "${BOARD_OUT:-out/board}" --json "$@"

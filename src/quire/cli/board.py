@@ -68,7 +68,7 @@ class BoardFlags:
     )
     quick: bool = option(False, help="Run 10 entries instead of the grid.", common=True)
     tasks: str = option(
-        "niah,facts,repeats,retold,quote,summary,perplexity",
+        "niah,facts,quote,repeats,labels,summary,perplexity",
         help="Tasks; quire eval tasks lists them.",
         common=True,
     )

@@ -397,6 +397,11 @@ def _state(reader: ConfigReader) -> StateSpec | None:
                 "conv_kernel_dim",
             )
         )
+        if heads % key_heads:
+            raise ConfigError(
+                f"linear_num_value_heads={heads} is not a multiple of linear_num_key_heads="
+                f"{key_heads}: check config.json"
+            )
         keys, values = key_heads * key_dim, heads * value_dim
         projections = hidden * (2 * keys + 3 * values + 2 * heads)
         return StateSpec(
@@ -468,6 +473,11 @@ def _mamba_state(reader: ConfigReader, hidden: int) -> StateSpec | None:
     automatic = reader.find(*dims) in (None, "auto")  # Mamba 2 alone has `head_dim`
     dim = inner // heads if automatic else reader.integer(*dims)
     width = heads * dim
+    if own and width != inner:
+        raise ConfigError(
+            f"num_heads={heads} of head_dim={dim} are {width} channels, expected expand * "
+            f"hidden_size = {inner}: check config.json"
+        )
     channels = width + 2 * groups * state
     has_norm = reader.flag("mamba_rms_norm", default=reader.model_type != "falcon_h1")
     return StateSpec(

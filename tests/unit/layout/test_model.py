@@ -560,6 +560,22 @@ def test_states_and_parameters_of_hybrids_equal_those_of_transformers(kind: str)
     ]
 
 
+@pytest.mark.parametrize(
+    ("kind", "keys", "message"),
+    [
+        ("qwen3_next", {"linear_num_value_heads": 33}, "=33 is not a multiple of linear_num_key"),
+        ("mamba2", {"num_heads": 3}, "num_heads=3 of head_dim=.* channels, expected expand"),
+    ],
+)
+def test_states_that_the_model_cannot_have_are_refused(
+    kind: str, keys: dict[str, Any], message: str
+):
+    written = json.loads(config_of(kind).to_json_string(use_diff=False)) | {"model_type": kind}
+
+    with pytest.raises(ConfigError, match=message):
+        ModelSpec.from_config(written | keys)
+
+
 @pytest.mark.parametrize("kind", ["zamba", "zamba2"])
 def test_shared_blocks_count_once(kind: str):
     tiny = config_of(kind)
