@@ -5,7 +5,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,6 +42,7 @@ RULES = {
     "after the prompt": f"h2o:{BLOCKS},recent=4,when=prefill_end",
     "ragged": f"h2o:{BLOCKS},recent=4,budget=ada",
     "projected": f"criticalkv:{BLOCKS},base=(h2o:recent=4),budget=ada",
+    "threshold": f"threshold:{BLOCKS},base=(h2o:recent=4),tau=0.8",
     "crushed": f"kvcrush:{BLOCKS},base=(h2o:recent=4)",
     "crushed pages": "kvcrush:cap=32,every=8,granularity=page,base=(h2o:recent=4),share=0.5",
     "heads": f"recent:{BLOCKS},sinks=2,budget=(duo:scores=0.9/0.1/0.3/0.2,streaming=0.6)",
@@ -47,7 +50,8 @@ RULES = {
 }
 ALLOW = (
     "recent; recent:budget=(duo:scores=0.5x4); h2o; h2o:budget=ada; h2o:budget=squeeze; tova; "
-    "keydiff; snapkv:window=8; kvcrush:base=(h2o:recent=4); criticalkv:base=(h2o:recent=4)"
+    "keydiff; snapkv:window=8; kvcrush:base=(h2o:recent=4); criticalkv:base=(h2o:recent=4); "
+    "threshold:base=(h2o:recent=4)"
 )
 
 
@@ -191,6 +195,39 @@ def test_retained_tokens_do_not_depend_on_other_requests_or_their_policies(apart
     assert together.traces() == apart.traces()
     assert largest_difference(together.logits, apart.logits) <= 1e-4
     assert all(usage.evicted_tokens for usage in apart.usages.values())
+
+
+@pytest.mark.parametrize("when", ["prefill_end", "prefill_and_decode", "decode"])
+@pytest.mark.parametrize("options", ["", ",budget=ada", ",granularity=page"])
+def test_what_a_threshold_evicts_is_free_at_once(when, options):
+    """Lanes hold fewer tokens, in fewer pages, than with the base rule; full ones evict again."""
+    prompt, cap, every = [3 + i * i % 90 for i in range(84)], 60, 8
+    held: dict[str, list[np.ndarray]] = {
+        "h2o:recent=4": [],
+        "threshold:base=(h2o:recent=4),tau=1": [],
+    }
+    used: dict[str, list[int]] = {name: [] for name in held}
+    evicted = []
+    for name, lanes in held.items():
+
+        def note(engine, lanes=lanes, used=used[name]):
+            for request in engine.scheduler.running:
+                if request.eviction.num_evictions:
+                    lanes.append(engine.scheduler.capacities.lanes.held(request))
+                    used.append(engine.pool.kv.memory.used_bytes)
+
+        evict = f"{name},cap={cap},every={every},when={when}{options}"
+        found = run({"r": (prompt, evict)}, kv={"evict": evict}, before_step=note)
+        evicted.append(found.usages["r"].evicted_tokens)
+
+    (_, fewer), (more_bytes, fewer_bytes) = held.values(), used.values()
+    assert 0 < evicted[0] < evicted[1]
+    assert np.mean(fewer_bytes) < np.mean(more_bytes)
+    later = NEW_TOKENS if when == "prefill_end" else 0
+    assert max(of.reshape(2, 2).mean(axis=1).max() for of in fewer) <= cap + later
+    if not options:
+        for before, after in pairwise(fewer):
+            assert (before[after < before] > cap - every).all()
 
 
 OWN_NUMBERS = {

@@ -23,6 +23,7 @@ from quire.models.loader import LoadedModel, make_decoder
 from quire.models.observing import Observing
 from quire.models.sharding import shard
 from quire.parallel.lockstep import Follower, Leader
+from quire.policies.signatures.context import SelectionContext
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo
 
@@ -33,7 +34,7 @@ _BUILDING = threading.Lock()  # weights are drawn from torch's global generator
 
 
 def _unlock(owner: type) -> None:
-    """Remove the locks of cached properties whose computation runs the model.
+    """Remove the locks of cached properties whose computation calls collectives.
 
     Up to Python 3.11 all instances of a class share one lock; ranks in threads would deadlock.
     """
@@ -43,6 +44,7 @@ def _unlock(owner: type) -> None:
 
 
 _unlock(Observing)
+_unlock(SelectionContext)
 
 
 class Meeting:

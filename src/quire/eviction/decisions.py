@@ -109,11 +109,11 @@ def checked_mask(mask: object, eviction: Eviction, view: KVView, keep: Tensor) -
     kept = (mask & view.live).sum(dim=1)
     if eviction.spec.ragged:  # heads of a layer share the number of retained slots
         kept, keep = view.by_layer(kept).sum(dim=1), view.by_layer(keep).sum(dim=1)
-    wrong = kept > keep if eviction.piece_tokens > 1 else kept != keep
+    wrong = kept > keep if eviction.retains_fewer else kept != keep
     if view.breaks_contract(wrong):
         lane = int(wrong.int().argmax())
         what = "layer" if eviction.spec.ragged else "lane"
-        most = "at most " if eviction.piece_tokens > 1 else ""
+        most = "at most " if eviction.retains_fewer else ""
         raise PolicyError(
             f"policy {name} must retain {most}{int(keep[lane])} live slots in {what} {lane}, but "
             f"retained {int(kept[lane])}"

@@ -74,7 +74,8 @@ class PolicyEvictor(Evictor):
     frees. Which slots matters to the device only. `evict_together` therefore evicts from all
     requests with the same rule in one pass and reads nothing from the device; the evicted positions
     and breaches of a rule's contract are read after the step. `evict` reads the selection: for
-    pieces, budgets that move slots between lanes, offloaded pages and codecs of whole pages.
+    pieces, rules that may retain fewer slots, budgets that move slots between lanes, offloaded
+    pages and codecs of whole pages.
 
     Args:
         kv: page tables and pages.
@@ -161,7 +162,7 @@ class PolicyEvictor(Evictor):
         policy = eviction.policy
         return (
             policy is None
-            or eviction.keeps_order
+            or eviction.retains_fewer
             or eviction.budget.ragged
             or (self._ranks.size > 1 and not policy.lanes_apart)
             or bool(self._movers)

@@ -504,6 +504,8 @@ class EvictionRules:
             limit = limits.BUDGET_ON_RANKS
         elif rule.granularity != TOKEN and rule.policy.scope != LAYER:
             limit = limits.PIECES_ON_RANKS
+        elif rule.policy.retains_fewer and rule.policy.scope != LAYER:
+            limit = limits.THRESHOLD_ON_RANKS
         elif self._storing.form.promoted is not None:
             limit = limits.PROMOTED_ON_RANKS
         elif self.model.latent is not None and any(

@@ -184,6 +184,13 @@ PIECES_ON_RANKS = _ranks(
     instead="use granularity=token, a rule with one set per layer, such as sinks, or "
     "--tensor-parallel-size 1",
 )
+THRESHOLD_ON_RANKS = _ranks(
+    one="`threshold` around a rule with one set per head",
+    subject="{text!r}: ",
+    reason="the heads of a layer retain different numbers of tokens, and {ranks} ranks with "
+    "different heads share one schedule",
+    instead="use a base with one set per layer, such as tova, " + _ONE_RANK,
+)
 PROMOTED_ON_RANKS = _ranks(
     one="`promoted`",
     subject="{text!r}: ",

@@ -104,6 +104,11 @@ class EvictionPolicy(ABC):
         return "raise cap or lower every"
 
     @property
+    def retains_fewer(self) -> bool:
+        """Whether lanes that evict may retain fewer slots than `keep`."""
+        return False
+
+    @property
     def needs_pieces(self) -> bool:
         """Whether the policy evicts whole pages or chunks only, never single tokens."""
         return False
@@ -135,7 +140,8 @@ class EvictionPolicy(ABC):
             piece_tokens: neighbouring slots that are evicted together.
 
         Returns:
-            True for each retained slot: exactly `keep` per lane, or at most `keep` with pieces.
+            True for each retained slot: exactly `keep` per lane, or at most `keep` with pieces or
+            `retains_fewer`.
         """
 
 
@@ -356,6 +362,10 @@ class WrappingPolicy(ScorePolicy):
     @property
     def lanes_apart(self) -> bool:
         return self.base.lanes_apart
+
+    @property
+    def retains_fewer(self) -> bool:
+        return self.base.retains_fewer
 
     @property
     def scores_heads(self) -> bool:

@@ -78,6 +78,11 @@ class Eviction:
     text: str = FULL
 
     @property
+    def retains_fewer(self) -> bool:
+        """Whether the number of slots that a lane retains is known only from the selection."""
+        return self.piece_tokens > 1 or (self.policy is not None and self.policy.retains_fewer)
+
+    @property
     def keeps_order(self) -> bool:
         """Whether slots stay in the order of positions: pieces require it, single slots do not."""
         return self.piece_tokens > 1

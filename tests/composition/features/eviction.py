@@ -18,6 +18,7 @@ RULES = {
     "lagkv": ("lagkv:lag=4,sinks=2", "keys and values of later tokens"),
     "value_norm": ("value_norm:base=(h2o:recent=3)", "values, around another rule"),
     "criticalkv": ("criticalkv:base=(snapkv:window=4)", "values behind the output projection"),
+    "threshold": ("threshold:base=(h2o:recent=3),tau=0.8", "a threshold, around another rule"),
     "rkv": ("rkv:window=4", "redundancy"),
     "kvcrush": ("kvcrush:base=(h2o:recent=3),share=0.5", "representatives, around another rule"),
     "kmeans": ("kmeans:share=0.5", "representatives by k-means"),
@@ -27,6 +28,7 @@ OTHER_FORMS = {
     "tova": ("tova:scope=lane",),
     "value_norm": ("value_norm:base=tova",),
     "criticalkv": ("criticalkv:base=tova",),
+    "threshold": ("threshold:base=tova,tau=0.8",),
     "kvcrush": (
         "kvcrush:base=tova,share=0.5",
         "kvcrush:base=keydiff,share=0.5",

@@ -33,6 +33,9 @@ EVICTING = (
     "tova:cap=24,every=8,scope=lane",
     "random:cap=24,every=8,scope=lane",
     "knorm:cap=24,every=8",
+    "criticalkv:cap=24,every=8",
+    "kvcrush:cap=32,every=8,base=criticalkv",
+    "threshold:cap=24,every=8,base=tova,tau=0.9",
     "keydiff:cap=24,every=8",
     "triattention:cap=24,every=8",
     "streaming:cap=24,every=8",
@@ -274,6 +277,7 @@ def test_ranks_that_plan_other_steps_end_the_engine() -> None:
     [
         ({"evict": H2O, "model": "minicpm3"}, {}, "statistics of its own query heads"),
         ({"evict": "h2o:cap=24,every=8,recent=4,budget=ada"}, {}, "budget"),
+        ({"evict": "threshold:base=h2o,cap=24,every=8"}, {}, "use a base with one set per layer"),
         ({"evict": "h2o:cap=24,every=8,recent=4,granularity=page"}, {}, "granularity"),
         ({"cpu_memory": "1MiB"}, {}, "--cpu-kv-memory"),
         ({"offload_memory": "1MiB"}, {}, "--kv-offload-memory"),

@@ -27,8 +27,8 @@ OPTIONS = {
     "rkv": "window=3",
     "roco": "recent=2",
 }
-NAMES = sorted(set(registered()) - {"streaming", "kvcrush_openvino"})
-"""Without rules that need keys before RoPE, or evict whole pages."""
+NAMES = sorted(set(registered()) - {"streaming", "kvcrush_openvino", "threshold"})
+"""Without rules that need keys before RoPE, evict whole pages, or retain fewer tokens."""
 ALONE, TOGETHER, ON_DEVICE = "alone", "together", "on a device"
 PROMPTS = (9, 9, 14, 20, 27)
 STRIDE = 7

@@ -1,4 +1,4 @@
-"""Rules around another one: `value_norm` and `criticalkv`, with numbers by hand."""
+"""Rules around another one: `value_norm`, `criticalkv`, `threshold`; with numbers by hand."""
 
 import math
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def test_statistics_protection_and_min_cap_are_those_of_the_base() -> None:
 
 
 @pytest.mark.parametrize("base", ["h2o", "average", "roco", "snapkv:window=4", "tova", "sinks"])
-@pytest.mark.parametrize("options", ["value_norm:power=0", "criticalkv:first=1"])
+@pytest.mark.parametrize("options", ["value_norm:power=0", "criticalkv:first=1", "threshold:tau=0"])
 def test_rule_without_a_change_equals_the_base_rule(base: str, options: str) -> None:
     wrapped, alone = make_policy(f"{options},base=({base})"), make_policy(base)
     history = make_history(tokens=60, group=2, layers=(1, 2), ragged=alone.scope == LANE)
@@ -79,7 +79,7 @@ def test_value_norm_can_be_nested() -> None:
 
 
 def test_base_with_negative_scores_is_refused_by_name() -> None:
-    for name in ("value_norm", "criticalkv"):
+    for name in ("value_norm", "criticalkv", "threshold"):
         rule = make_policy(f"{name}:base=knorm")
 
         with pytest.raises(PolicyError, match=f"{name} needs scores >= 0, and KNorm returned neg"):
@@ -107,6 +107,11 @@ def test_base_without_scores_is_refused() -> None:
         ("criticalkv:epsilon=-1", "epsilon >= 0"),
         ("criticalkv:first=1.5", "0 <= first <= 1, .* got 1.5"),
         ("criticalkv:base=kvcrush", "nest criticalkv inside"),
+        ("threshold:base=kvcrush", "nest threshold inside"),
+        ("threshold:tau=-1", "tau >= 0"),
+        ("threshold:recent=-1", "recent >= 0"),
+        ("threshold:mass=0", "0 < mass <= 1, .* got 0.0"),
+        ("threshold:mass=1.1", "0 < mass <= 1, .* got 1.1"),
     ],
 )
 def test_wrong_options_are_refused(text: str, error: str) -> None:
@@ -209,6 +214,77 @@ def test_criticalkv_scores_query_heads_apart_in_kvcrush() -> None:
     )
 
     assert heads.projected_lengths().tolist() == [[2, 2, 2, 4, 2, 40], [0, 0, 0, 4, 4, 80]]
+
+
+@pytest.mark.parametrize(
+    ("options", "keep", "piece_tokens", "retained"),
+    [
+        # scores 8 4 2 1 1 0 with mean 16 / 6 = 2.67
+        ("tau=0.5", 5, 1, [0, 1, 2]),  # >= 1.33
+        ("tau=0.5", 2, 1, [0, 1]),  # the cap
+        ("tau=0.375", 5, 1, [0, 1, 2, 3, 4]),  # >= 1
+        ("tau=0", 5, 1, [0, 1, 2, 3, 4]),
+        ("tau=9", 5, 1, [0]),  # the best, whatever the threshold
+        ("tau=0,mass=0.8", 5, 1, [0, 1, 2]),  # 8 + 4 < 12.8 <= 8 + 4 + 2
+        ("tau=0,mass=0.75", 5, 1, [0, 1]),  # 8 + 4 = 12
+        ("tau=0,mass=0.9", 5, 1, [0, 1, 2, 3, 4]),  # both tokens with the score at the border
+        ("tau=0,mass=0.9", 4, 1, [0, 1, 2, 3]),
+        ("tau=2,mass=0.9", 5, 1, [0]),  # >= 5.33
+        ("tau=2,mass=0.9", 6, 1, [0, 1, 2, 3, 4, 5]),  # a lane within its cap evicts nothing
+        # of the scores before the newest token, the mean is 16 / 5 = 3.2
+        ("tau=0.5,recent=1", 5, 1, [0, 1, 2, 5]),  # >= 1.6
+        ("tau=0.7,recent=1", 5, 1, [0, 1, 5]),  # >= 2.24
+        ("tau=0.7,recent=1,base=(h2o:recent=2)", 5, 1, [0, 1, 4, 5]),  # mean 3.75: >= 2.63
+        # pieces with means 6, 1.5, 0.5 and mean 2.67
+        ("tau=0.5", 5, 2, [0, 1, 2, 3]),
+        ("tau=0.6", 5, 2, [0, 1]),
+        ("tau=0,mass=0.7", 5, 2, [0, 1]),  # 12 >= 11.2
+        ("tau=0,mass=0.8", 5, 2, [0, 1, 2, 3]),  # 12 < 12.8 <= 15
+    ],
+)
+def test_threshold_evicts_more_than_the_cap_requires(
+    options: str, keep: int, piece_tokens: int, retained: list[int]
+) -> None:
+    base = "" if "base=" in options else ",base=(h2o:recent=0)"
+    rule = make_policy(f"threshold:{options}{base}")
+    sums = {AttentionSum().name: torch.tensor([[8.0, 4, 2, 1, 1, 0]])}
+
+    found = rule.select(
+        changed(six_tokens_view(), statistics=sums), torch.tensor([keep]), piece_tokens
+    )
+
+    assert found[0].nonzero().flatten().tolist() == retained
+
+
+@pytest.mark.parametrize("base", ["h2o:recent=3,sinks=2", "snapkv:window=4", "tova", "roco"])
+@pytest.mark.parametrize(("tau", "mass"), [(0.9, 1.0), (0.0, 0.5), (0.9, 0.6)])
+def test_threshold_equals_a_plain_selection(base: str, tau: float, mass: float) -> None:
+    rule = make_policy(f"threshold:base=({base}),tau={tau},mass={mass},recent=5")
+    alone, keep = rule.base, torch.tensor([30, 30, 25, 25])
+    history = make_history(tokens=60, group=2, layers=(1, 2), ragged=alone.scope == LANE)
+    view = history.view(rule.statistics)
+    scores = alone.score(view).double().numpy()
+    if alone.scope == LAYER:
+        scores = scores.reshape(2, 2, -1).mean(axis=1).repeat(2, axis=0)
+    protected = rule.protected(view, keep)
+    within = alone.choose(view, alone.score(view), protected, keep).numpy()
+
+    retained = rule.select(view, keep)
+
+    for lane, cached in enumerate(history.cached):
+        free = [s for s in range(len(cached)) if not protected[lane, s]]
+        ranked = sorted((scores[lane, s] for s in free), reverse=True)
+        sums = np.cumsum(ranked)
+        border = next(s for s, total in zip(ranked, sums, strict=True) if total >= mass * sums[-1])
+        lowest = max(tau * sums[-1] / len(free), border if mass < 1 else 0)
+        expected = [
+            slot
+            for slot in np.flatnonzero(within[lane])
+            if protected[lane, slot] or scores[lane, slot] >= lowest
+        ]
+        assert retained[lane].nonzero().flatten().tolist() == expected
+        assert len(expected) <= keep[lane]
+    assert retained.sum() < keep.sum()
 
 
 def test_view_without_projections_is_refused() -> None:
