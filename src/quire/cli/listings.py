@@ -122,6 +122,7 @@ def _summaries(rows: "Sequence[PolicyRow | BudgetRow]") -> Iterator[tuple[str, s
 
 def _show_policy(row: PolicyRow | BudgetRow, file: str) -> None:
     from quire.cli.tables import show_entry
+    from quire.policies.registry import registered_budgets
 
     facts = _option_facts(row)
     if isinstance(row, BudgetRow):
@@ -129,7 +130,8 @@ def _show_policy(row: PolicyRow | BudgetRow, file: str) -> None:
             "lanes * cap" if row.keeps_total else "not bounded: a lane may retain all tokens"
         )
         facts["needs statistics"] = row.needs
-        rule = f"h2o:cap=512,budget={row.name}"
+        given = registered_budgets()[row.name].example
+        rule = f"h2o:cap=512,budget={f'({row.name}:{given})' if given else row.name}"
     else:
         facts["scope"], facts["cost"] = row.scope, row.cost
         rule = row.name if row.name == _FULL else f"{row.name}:cap=512"

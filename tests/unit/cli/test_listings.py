@@ -87,6 +87,7 @@ def test_budget_by_name_is_shown_with_total_and_example():
         output_of("policies", "lazy")
     )
     assert "budget=pyramid" in joined(output_of("policies", "pyramid"))
+    assert "budget=(by_layer:factors=1.2x4/0.8x4)" in joined(output_of("policies", "by_layer"))
 
 
 def test_codec_by_name_is_shown_with_size_and_source():

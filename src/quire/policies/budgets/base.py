@@ -96,6 +96,8 @@ class Budget:
     """Whether slots move between the heads of a layer at each eviction (`divide`)."""
     by_head: ClassVar[bool] = False
     """Whether the heads of a layer can get unequal caps; excludes rules with one set per layer."""
+    example: ClassVar[str] = ""
+    """Options that it needs, for quire-tiny; "" if it needs none."""
     keeps_total: ClassVar[bool] = True
     """Whether caps add up to lanes * cap; if not, lanes may be UNBOUNDED."""
 

@@ -37,6 +37,8 @@ class ByLayer(Budget):
         factors: relative sizes, instead of `caps`.
     """
 
+    example = "factors=1.2x4/0.8x4"
+
     caps: str = ""
     factors: str = ""
 

@@ -46,6 +46,7 @@ class Duo(Budget):
     """
 
     by_head = True
+    example = "scores=0.9x8/0.1x24"
 
     scores: str = ""
     streaming: float = 0.25
