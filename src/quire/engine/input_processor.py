@@ -93,6 +93,7 @@ class InputProcessor:
             evict=policy.text,
             records_evictions=self._records_evictions if records is None else records,
             max_tokens_limit=CONTEXT if params.max_tokens < resolved.max_tokens else "",
+            scoring_token_ids=self._scoring_token_ids(prompt, policy.eviction.spec),
         )
         wanted = params.structured_outputs
         matcher = None if wanted is None else self.grammars.compile(wanted).matcher()
@@ -135,6 +136,30 @@ class InputProcessor:
                 pending=rule.budget.needs_prompt,  # until then every lane may get the largest cap
             ),
         )
+
+    def _scoring_token_ids(self, prompt: list[int], spec: EvictionSpec) -> tuple[list[int], ...]:
+        """Return the chunks of the scoring pass after a prompt; without a tokenizer, no texts."""
+        scoring, tokenizer = spec.scoring, self._model.tokenizer
+        if scoring is None or not spec.scoring_slots(len(prompt)):
+            return ()
+
+        def encode(text: str) -> list[int]:
+            if tokenizer is None:
+                return []
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+            return ids
+
+        chunks, context = scoring.token_ids(prompt, encode), self._model.spec.max_positions
+        longest = max(map(len, chunks))
+        if len(prompt) + longest > context:
+            raise RequestError(
+                f"evict: the rule repeats {longest} tokens after the prompt to score it, and its "
+                f"{len(prompt)} tokens leave {context - len(prompt)} of the context of {context}; "
+                "shorten the prompt, use a rule without a scoring pass, such as snapkv, or lower "
+                f"chunk= to {max(1, scoring.chunk_tokens - (len(prompt) + longest - context))}",
+                param="evict",
+            )
+        return chunks
 
     def _one_of(self, spec: EvictionSpec) -> EvictionSpec:
         """Return the cached object of equal specs: admission groups requests by spec identity."""

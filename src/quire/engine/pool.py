@@ -19,6 +19,7 @@ from quire.eviction.eviction_rules import (
     Provided,
     check_chunk_size,
     check_pre_rope,
+    unless_scored,
 )
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.pre_rope import PreRopeAttention
@@ -29,6 +30,7 @@ from quire.kv.paged_kv import PagedKV
 from quire.kv.store import PageStore, store_of
 from quire.kv.tables import refuse_too_many_rows
 from quire.layout import limits
+from quire.layout.kv_format import read_format
 from quire.layout.layout import added_statistics, layout_for
 from quire.layout.pages import CacheLayout
 from quire.layout.statistics import Statistic
@@ -209,7 +211,7 @@ def _make_rules(
     model: LoadedModel, config: KVConfig, schedule: ScheduleConfig, codec: str
 ) -> EvictionRules:
     load_policy_file(config.policy_file)  # an engine of another rank or without an `LLM`
-    prepare = model.decoder.prepare
+    prepare = unless_scored(model.decoder.prepare, _why_no_scoring(model, config, codec))
     rules = EvictionRules(
         config.evict,
         config.evict_allow,
@@ -227,6 +229,15 @@ def _make_rules(
         refuse_pressure(rules.default)
     check_chunk_size(rules.default, schedule)
     return rules
+
+
+def _why_no_scoring(model: LoadedModel, config: KVConfig, codec: str) -> limits.Limit | None:
+    """Why an engine has no scoring passes; None if it has them."""
+    if any(layer.state is not None or layer.chunk for layer in model.spec.layers):
+        return limits.SCORED_STATES
+    if read_format(codec).recent(config.page_tokens):
+        return limits.SCORED_RECENT
+    return limits.SCORED_OFFLOAD if config.offload.kv_memory else None
 
 
 def _why_no_pre_rope(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -> str | None:

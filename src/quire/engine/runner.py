@@ -10,9 +10,10 @@ batches              a a a a | a a a b | c c c .  . is padding: computed and dis
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from quire.kernels.backend import AttentionMath, HeadBuffers
 from quire.kernels.device_copies import to_device
 from quire.kv.flat_batch import WHOLE_STEP, StepPart
 from quire.kv.paged_kv import PagedKV
+from quire.kv.statistics import Scoring
 from quire.kv.step import LastStep, StepAttention
 from quire.models.base import (
     AttentionCall,
@@ -134,17 +136,21 @@ class RowPart:
     request: Request
     done: int  # the request's tokens in earlier batches of the step
     tokens: int  # the request's tokens in this batch
-    later: int  # the request's tokens in later batches of the step
+    later: int  # slots for the request's tokens in later batches of the step, scoring included
+    scored: list[int] | None = None  # tokens of a scoring pass; None: tokens of the request
+    begins: bool = False  # whether they are the first of their pass
 
 
 def in_parts(
     rows: Sequence[tuple[Request, int]],
     batch_tokens: int,
     ends: Callable[[Request], Sequence[int]] = lambda _: (),
+    scoring: Mapping[Request, int] = MappingProxyType({}),
 ) -> list[list[RowPart]]:
     """Split a step into full batches, in the planned order of rows.
 
-    A batch also ends where a request has one of its `ends` tokens.
+    A batch also ends where a request has one of its `ends` tokens. `scoring` has the slots of a
+    scoring pass after the tokens.
     """
     batches: list[list[RowPart]] = [[]]
     left = batch_tokens
@@ -156,9 +162,30 @@ def in_parts(
                 batches.append([])
                 left = batch_tokens
             count = min(left, min((stop for stop in stops if stop > done), default=tokens) - done)
-            batches[-1].append(RowPart(request, done, count, tokens - done - count))
+            later = tokens - done - count + scoring.get(request, 0)
+            batches[-1].append(RowPart(request, done, count, later))
             done, left = done + count, 0 if done + count in stops else left - count
     return batches
+
+
+def scoring_parts(
+    request: Request, tokens: int, slots: int, batch_tokens: int
+) -> Iterator[list[RowPart]]:
+    """Yield the batches of a scoring pass, whose chunks use the same slots one after the other.
+
+    Each has tokens of one request only, so that its sums do not depend on other requests.
+
+    Args:
+        request: the request.
+        tokens: its tokens in earlier batches of the step, after which the pass begins.
+        slots: slots of the pass.
+        batch_tokens: most tokens of a batch.
+    """
+    for number, chunk in enumerate(request.spec.scoring_token_ids):
+        for start in range(0, len(chunk), batch_tokens):
+            ids = chunk[start : start + batch_tokens]
+            later, begins = slots - start - len(ids), not (number or start)
+            yield [RowPart(request, tokens + start, len(ids), later, ids, begins)]
 
 
 def padded(numbers: list[int], length: int) -> list[int]:
@@ -274,7 +301,7 @@ class Runner:
         ]
         for kind in sorted({_kind(request) for request, _ in planned}):
             rows = [(request, tokens) for request, tokens in planned if _kind(request) == kind]
-            results += self._run_rope_variant(rows, kind[0], plan.pending)
+            results += self._run_rope_variant(rows, kind[0], plan)
         if plan.by_layer is not None:
             results += self._run_by_layer(plan.by_layer)
         return results
@@ -282,7 +309,10 @@ class Runner:
     def _run_by_layer(self, prefill: LayerPrefill) -> list[StepLogits | StepHidden]:
         """Compute prompts in chunks, one layer of all chunks after the other."""
         rows, started_s = list(prefill.tokens.items()), time.perf_counter()
-        parts = in_parts(rows, prefill.chunk_tokens, prefill.snapshot_ends)
+        chunk, scoring = prefill.chunk_tokens, prefill.scoring
+        parts = in_parts(rows, chunk, prefill.snapshot_ends, scoring)
+        for request, slots in scoring.items():
+            parts += scoring_parts(request, prefill.tokens[request], slots, chunk)
         prepared = [self._prepare(part, WHOLE_STEP, InputTokens(None), prefill) for part in parts]
         self._times.prepare_s += time.perf_counter() - started_s
         logits = self._forward([p.batch for p in prepared], rows[0][0].spec.rope_variant)
@@ -291,12 +321,13 @@ class Runner:
         return joined([result for of_part in results for result in of_part])
 
     def _run_rope_variant(
-        self, rows: list[tuple[Request, int]], variant: int, pending: object | None
+        self, rows: list[tuple[Request, int]], variant: int, plan: StepPlan
     ) -> list[StepLogits | StepHidden]:
+        pending = plan.pending
         assert pending is None or isinstance(pending, PendingTokens)
         started_s = time.perf_counter()
-        parts = self._parts(rows)
-        if self._graphs is not None:
+        parts = self._parts(rows, plan.scoring)
+        if self._graphs is not None and not plan.scoring:
             found = self._replay(self._graphs, parts, variant, pending)
             if found is not None:
                 return found
@@ -313,6 +344,11 @@ class Runner:
             logits = self._forward([p.batch for p in together], variant)
             for part, own in zip(together, logits, strict=True):
                 results += part.results(own)
+        most = self._fixed_rows or self._step.batch_tokens
+        for request, tokens in rows:
+            slots = plan.scoring.get(request)
+            for scored in scoring_parts(request, tokens, slots, most) if slots else ():
+                self._forward([self._prepare(scored, WHOLE_STEP, InputTokens(None)).batch], variant)
         return results if self._fixed_rows is None else joined(results)
 
     def _replay(
@@ -340,13 +376,18 @@ class Runner:
             for request, first, count in _wanted_rows(parts[0])
         ]
 
-    def _parts(self, rows: list[tuple[Request, int]]) -> list[list[RowPart]]:
+    def _parts(
+        self, rows: list[tuple[Request, int]], scoring: Mapping[Request, int]
+    ) -> list[list[RowPart]]:
         if self._fixed_rows is not None:
-            return in_parts(rows, self._fixed_rows)
+            return in_parts(rows, self._fixed_rows, scoring=scoring)
         offload = self._kv.offload
         key = (lambda _: None) if offload is None else offload.batch_key
         batches = in_batches(rows, self._step.batch_tokens, lambda r: key(r.memory.row))
-        return [[RowPart(request, 0, tokens, 0) for request, tokens in batch] for batch in batches]
+        return [
+            [RowPart(request, 0, tokens, scoring.get(request, 0)) for request, tokens in batch]
+            for batch in batches
+        ]
 
     def _forward(self, batches: list[Batch], variant: int) -> list[Tensor]:
         if len(batches) > 1:
@@ -367,7 +408,10 @@ class Runner:
         logical: list[int] = []
         for row in rows:
             start = row.request.progress.num_computed + row.done
-            inputs.add(row.request, start, row.tokens)
+            if row.scored is None:
+                inputs.add(row.request, start, row.tokens)
+            else:
+                inputs.token_ids += row.scored
             logical += range(start, start + row.tokens)
         # RoPE is the identity at position 0: pages store pre-RoPE keys
         pre_rope = rows[0].request.spec.pre_rope
@@ -381,14 +425,16 @@ class Runner:
             np.array([row.later for row in rows], dtype=np.int32),
             part,
             pre_rope=pre_rope,
-            last=self._last if prefill is None else LastStep(),
+            scoring=None if rows[0].scored is None else Scoring(begins=rows[0].begins),
+            last=LastStep() if prefill is not None or rows[0].scored else self._last,
         )
         pooled = list(_pooled_rows(rows))
         hidden_rows = self._on_device(_flat(pooled)) if pooled else None
         if prefill is None:
             bridge = StepBridge(attention(), hidden_rows)
         else:
-            before = {row.request: row.request.progress.num_computed + row.done for row in rows}
+            own = (row for row in rows if row.scored is None)
+            before = {row.request: row.request.progress.num_computed + row.done for row in own}
             bridge = ByLayerBridge(prefill, before, attention, hidden_rows)
         return _Prepared(
             self._batch(inputs, positions, _flat(wanted), bridge),
@@ -458,6 +504,8 @@ def _wanted_rows(rows: list[RowPart]) -> Iterator[tuple[Request, int, int]]:
     start = 0
     for row in rows:
         request = row.request
+        if row.scored is not None:
+            continue
         if request.scores_prompt:
             yield request, start, row.tokens
         elif row.done + row.tokens == request.num_uncomputed and request.params.max_tokens:
@@ -470,7 +518,7 @@ def _pooled_rows(rows: list[RowPart]) -> Iterator[tuple[Request, int, int]]:
     start = 0
     for row in rows:
         request, pooling = row.request, row.request.params.pooling
-        if pooling is not None:
+        if pooling is not None and row.scored is None:
             first = request.progress.num_computed + row.done
             found = pooled_rows(pooling, first, row.tokens, len(request.prompt_token_ids))
             if found:

@@ -216,6 +216,19 @@ class Provided:
         return reasons[0] if reasons else None
 
 
+def unless_scored(
+    why_not: Callable[[Statistic], str | None], limit: limits.Limit | None
+) -> Callable[[Statistic], str | None]:
+    """Extend `why_not`: with a limit, also refuse statistics of scoring passes."""
+
+    def reason(statistic: Statistic) -> str | None:
+        if limit is not None and statistic.scoring is not None:
+            return f"{limit.reason}; {limit.instead}"
+        return why_not(statistic)
+
+    return reason
+
+
 class EvictionRules:
     """Resolves the rule of a request to an eviction with numbers.
 

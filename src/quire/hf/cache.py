@@ -15,12 +15,19 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from quire.config.kv_config import parse_policy_file
 from quire.engine.kv_memory import stored_as
 from quire.errors import ConfigError, RequestError, UnsoundCombination
-from quire.eviction.eviction_rules import NONE, EvictionRules, Provided, check_pre_rope
+from quire.eviction.eviction_rules import (
+    NONE,
+    EvictionRules,
+    Provided,
+    check_pre_rope,
+    unless_scored,
+)
 from quire.hf.cache_memory import MemoryOptions, make_layout
 from quire.hf.cache_rows import CachePlan, CacheRows, refuse_unread, rope_variant
 from quire.hf.evicting import make_rule
 from quire.kv.lane_reader import LaneReader
 from quire.kv.paged_kv import PagedKV
+from quire.layout import limits
 from quire.models.wrapped import ForwardingCache, folder_of, output_with_cache, wrap_model
 from quire.policies.registry import load_policy_file
 
@@ -168,7 +175,8 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
                 page_tokens=page_tokens,
                 codec=stored.codec,
                 provided=Provided(
-                    self._decoder.prepare, projection=self._decoder.output_projections
+                    unless_scored(self._decoder.prepare, limits.SCORED_IN_TRANSFORMERS),
+                    projection=self._decoder.output_projections,
                 ),
             )
             check_pre_rope(rules, self._decoder.prepare_pre_rope)

@@ -10,6 +10,7 @@ whole layer at once (native/tally.h); `accumulate_attention` is the torch implem
 device.
 """
 
+from collections.abc import Callable
 from math import gcd
 
 import torch
@@ -101,10 +102,14 @@ def put(
     offsets: Int[Tensor, " entry"],
     added: Float[Tensor, "entry head"],
     is_old: Shaped[Tensor, " entry"],
+    combine: Callable[[Tensor, Tensor], Tensor] = torch.add,
 ) -> None:
-    """Add to the statistics of old slots, and overwrite those of new slots."""
+    """Combine with the statistics of old slots, and overwrite those of new slots.
+
+    `combine` of 0 and a number must be the number.
+    """
     before = torch.where(is_old[:, None], numbers[pages, :, offsets, 0], 0)
-    numbers[pages, :, offsets, 0] = before + added
+    numbers[pages, :, offsets, 0] = combine(before, added)
 
 
 class TorchSlots:

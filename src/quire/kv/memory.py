@@ -517,6 +517,14 @@ class KVMemory:
             self.pools[table.group.page_class].release(freed)
         self.lengths[row] = length
 
+    def truncate_layer(self, row: int, tokens: int, layer: int) -> None:
+        """Drop the newest tokens of a layer that has evicted none; `lengths` does not change."""
+        for table in self.tables.values():
+            dropped = np.where(table.is_lane_of(layer), np.int32(tokens), np.int32(0))
+            if table.group.records is None and table.active[row] and dropped.any():
+                freed = cut_slots(table, np.array([row]), table.num_slots[[row]] - dropped)
+                self.pools[table.group.page_class].release(freed)
+
     # ---- checks --------------------------------------------------------------------------------
 
     def check(self) -> None:

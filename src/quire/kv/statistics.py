@@ -16,7 +16,7 @@ query. Sums add up; numbers and records of single query heads hold those of the 
 those of the next one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -57,6 +57,7 @@ from quire.layout.statistics import (
     APART,
     MAX,
     MEAN,
+    AttentionMax,
     AttentionSum,
     LowAttentionCount,
     OfWeights,
@@ -88,6 +89,17 @@ class StatisticPages:
         """Return a mask [rows of the step] of the rows that use this statistic."""
         active: NDArray[np.bool_] = self.table.active[batch.rows]
         return active
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """The tokens of a step are a part of a scoring pass; see `quire.layout.statistics`.
+
+    Attributes:
+        begins: whether they are the first of the pass: numbers of all slots are overwritten.
+    """
+
+    begins: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +157,7 @@ COUNTS: dict[type[Statistic], AttentionMeasure] = {
     AttentionSum: AttentionMeasure.SUM,
     SquareSum: AttentionMeasure.SQUARES,
     LowAttentionCount: AttentionMeasure.LOW,
+    AttentionMax: AttentionMeasure.SUM,  # of one query; maxima are computed from the weights
 }
 
 
@@ -194,6 +207,8 @@ class Watched:
         """Accumulate one KV head's weights [query, group, slot] to [head with a number, slot]."""
         slots = weights.shape[-1]
         received = weights if self.heads == APART else over_group(weights, self.heads)[:, None]
+        if isinstance(self.place.statistic, AttentionMax):
+            return received.amax(dim=0)
         added = measure_attention(
             self.count, received, seen[:, None].expand(-1, received.shape[1], -1)
         )
@@ -206,9 +221,13 @@ class AttentionStatisticsStep:
     """All per-slot statistics of one lane group in one step; slots are [rows, lanes]."""
 
     def __init__(
-        self, places: list[StatisticPages], batch: FlatBatch, slots: NDArray[np.int32]
+        self,
+        places: list[StatisticPages],
+        batch: FlatBatch,
+        slots: NDArray[np.int32],
+        scoring: Scoring | None = None,
     ) -> None:
-        self._batch, self._slots = batch, slots
+        self._batch, self._slots, self._scoring = batch, slots, scoring
         self._watched = [_watched(place, batch, slots) for place in places]
         self._again = np.flatnonzero(np.any([w.again for w in self._watched], axis=0))
 
@@ -278,15 +297,27 @@ class AttentionStatisticsStep:
         for part in chunk_weights(query[start : start + tokens], pages, row, slots, math):
             for statistic, total in zip(watched, sums, strict=True):
                 added = statistic.counted(part.weights, part.seen)
-                total[part.kv_head, :, : added.shape[1]] += added
+                of_head = total[part.kv_head, :, : added.shape[1]]
+                of_head.copy_(self._combine(of_head, added))
         for statistic, tally, total in zip(watched, tallies, sums, strict=True):
             table_row = int(self._batch.rows[row])
-            fresh = 0 if reader and not statistic.place.is_apart else tokens
-            _put_chunk(tally, table_row, slots, fresh, total.flatten(0, 1))
+            fresh = max(slots) if self._scoring is not None and self._scoring.begins else tokens
+            fresh = 0 if reader and not statistic.place.is_apart else fresh
+            _put_chunk(tally, table_row, slots, fresh, total.flatten(0, 1), self._combine)
+
+    @property
+    def _combine(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """How numbers of a slot from several queries become one."""
+        return torch.add if self._scoring is None else torch.maximum
 
 
 def _put_chunk(
-    tally: AttentionStatistic, row: int, slots: list[int], tokens: int, sums: Tensor
+    tally: AttentionStatistic,
+    row: int,
+    slots: list[int],
+    tokens: int,
+    sums: Tensor,
+    combine: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     """Write one row's numbers [heads, slots] into its pages."""
     heads, page_tokens = tally.numbers.shape[1:3]
@@ -294,7 +325,7 @@ def _put_chunk(
         slot = torch.arange(held, device=sums.device)
         pages = tally.table[row, tally.first_lane + lane, slot // page_tokens].long()
         added = sums[lane * heads : (lane + 1) * heads, :held].T
-        put(tally.numbers, pages, slot % page_tokens, added, slot < held - tokens)
+        put(tally.numbers, pages, slot % page_tokens, added, slot < held - tokens, combine)
 
 
 def _watched(place: StatisticPages, batch: FlatBatch, slots: NDArray[np.int32]) -> Watched:
@@ -302,7 +333,8 @@ def _watched(place: StatisticPages, batch: FlatBatch, slots: NDArray[np.int32]) 
     assert isinstance(statistic, OfWeights), "expected a statistic of attention weights"
     active = place.active_rows(batch)
     linear = isinstance(statistic, AttentionSum) and statistic.reduction != MAX
-    summed = active & ((batch.shape.tokens == 1) | linear)
+    alone = (batch.shape.tokens == 1) & (statistic.scoring is None)
+    summed = active & (alone | linear)
     rows, device = np.flatnonzero(summed), place.numbers.device
     by_layer = _slots_by_layer(place, slots[rows])
     number = np.full(len(batch.rows), -1, dtype=np.int32)
@@ -636,11 +668,14 @@ class GroupWatch:
         batch: FlatBatch,
         slots: NDArray[np.int32],
         lengths: NDArray[np.int64],
+        scoring: Scoring | None = None,
     ) -> None:
         self._batch, self._max_slots = batch, int(slots.max(initial=0))
         self.uses = statistics_used(places, batch)
         per_slot = [place for place in places if isinstance(place.statistic, OfWeights)]
-        self._slot_attention = AttentionStatisticsStep(per_slot, batch, slots) if per_slot else None
+        self._slot_attention = (
+            AttentionStatisticsStep(per_slot, batch, slots, scoring) if per_slot else None
+        )
         positions = positions_of(batch, lengths)
         self._queries = [
             QUERY_STEPS[type(place.statistic)](place, batch, positions)
@@ -742,7 +777,8 @@ def watch_group(
     batch: FlatBatch,
     slots: NDArray[np.int32],
     lengths: NDArray[np.int64],
+    scoring: Scoring | None = None,
 ) -> GroupWatch | None:
     """Return the recorder of a step; None if no row of the step uses statistics of this group."""
     active = [place for place in places if place.active_rows(batch).any()]
-    return GroupWatch(active, batch, slots, lengths) if active else None
+    return GroupWatch(active, batch, slots, lengths, scoring) if active else None

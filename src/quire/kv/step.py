@@ -32,7 +32,15 @@ from quire.kv.flat_batch import WHOLE_STEP, FlatBatch, StepPart
 from quire.kv.paged_kv import PagedKV, slot_bytes_of
 from quire.kv.pages import PageNumbers
 from quire.kv.states import StepStates
-from quire.kv.statistics import GroupWatch, Unrotates, positions_of, statistics_used, watch_group
+from quire.kv.statistics import (
+    GroupWatch,
+    Scoring,
+    StatisticPages,
+    Unrotates,
+    positions_of,
+    statistics_used,
+    watch_group,
+)
 from quire.kv.token_precision import FullPrecisionStep, PromotedBuffer
 from quire.layout.pages import LaneGroup
 
@@ -172,6 +180,7 @@ class StepAttention:
         part: place of the batch in its step.
         pre_rope: whether the keys of these rows are stored before RoPE, beside others after RoPE.
         layer: the only layer whose slots are allocated; None: those of all layers are.
+        scoring: the part of a scoring pass that the tokens are; None: they are tokens of requests.
         last: the last step of the same owner; default: nothing is used again.
 
     Attributes:
@@ -190,9 +199,10 @@ class StepAttention:
         *,
         pre_rope: bool = False,
         layer: int | None = None,
+        scoring: Scoring | None = None,
         last: LastStep | None = None,
     ) -> None:
-        self._kv, self._last = kv, last or LastStep()
+        self._kv, self._last, self._scoring = kv, last or LastStep(), scoring
         self._pre_rope = kv.pre_rope if pre_rope and kv.rotated else None
         self._later = np.zeros_like(tokens) if later is None else later
         self._lengths = _lengths_before(kv.memory.lengths, rows, later)
@@ -365,7 +375,6 @@ class StepAttention:
             layers = layers[only.start : only.stop]
         elif (continued := self._continued(group, layers, attended, new_places)) is not None:
             return continued
-        statistics = self._kv.statistics.get(group.name, [])
         pages, offsets = self._tensor(new_places[0]), self._tensor(new_places[1])
         places = zip(layers, pages.unbind(), offsets.unbind(), strict=True)
         return GroupStep(
@@ -377,11 +386,18 @@ class StepAttention:
             ),
             new_places=(pages, offsets),
             positions=self._kv.store.views(group.page_class).positions,
-            watch=watch_group(statistics, self._batch, slots, self._lengths),
+            watch=watch_group(
+                self._statistics(group), self._batch, slots, self._lengths, self._scoring
+            ),
             full_precision=self._full_precision_step(group.name),
             promoted=self._kv.promoted.get(group.name),
             first=chosen.start,
         )
+
+    def _statistics(self, group: LaneGroup) -> list[StatisticPages]:
+        """The statistics in which the batch's queries count: those of scoring passes, or others."""
+        places, scores = self._kv.statistics.get(group.name, []), self._scoring is not None
+        return [place for place in places if (place.statistic.scoring is not None) == scores]
 
     def _continued(
         self,
@@ -398,7 +414,7 @@ class StepAttention:
         found = last.groups.get(group.name)
         if last.batch is not self._batch or found is None:
             return None
-        uses = statistics_used(kv.statistics.get(group.name, []), self._batch)
+        uses = statistics_used(self._statistics(group), self._batch)
         if uses != (() if found.watch is None else found.watch.uses):
             return None
         if found.watch is not None:

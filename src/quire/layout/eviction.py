@@ -24,11 +24,11 @@ pressure              as prefill_and_decode, but only while pool use is above it
 Source: Batch-Max (Metel et al. 2025), Algorithm 1 for prefill_and_decode.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from quire.errors import ConfigError, UnknownName
-from quire.layout.statistics import Statistic
+from quire.layout.statistics import ScoringPass, Statistic
 
 MAX_DEFAULT_EVERY = 64
 OF_CAP = -1
@@ -110,6 +110,11 @@ UNLIMITED = 1 << 62
 SCHEDULES = (PREFILL_AND_DECODE, PREFILL_END, DECODE, PRESSURE)
 
 
+def scoring_of(statistics: Iterable[Statistic]) -> ScoringPass | None:
+    """Return the scoring pass that statistics need; None without one."""
+    return next((one.scoring for one in statistics if one.scoring is not None), None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionSpec:
     """The parameters of one request's eviction that memory planning and scheduling need.
@@ -174,6 +179,23 @@ class EvictionSpec:
         divides = self.ragged or self.divided or self.from_prompt
         return self.cap is not None and self.when == PREFILL_END and not divides
 
+    @property
+    def scoring(self) -> ScoringPass | None:
+        """The pass after the prompt that its statistics need; None without one."""
+        return scoring_of(self.statistics)
+
+    def scoring_slots(self, prompt_tokens: int) -> int:
+        """Further slots of each lane while the scoring pass of a prompt runs; 0 without one."""
+        scoring = self.scoring
+        if scoring is None or self.cap is None or prompt_tokens <= min(self.cap, self.min_cap):
+            return 0
+        return scoring.slots(prompt_tokens)
+
+    def scoring_tokens(self, prompt_tokens: int) -> int:
+        """Most tokens that the scoring pass of a prompt computes; 0 without one."""
+        scoring = self.scoring if self.scoring_slots(prompt_tokens) else None
+        return 0 if scoring is None else scoring.tokens(prompt_tokens)
+
     def exact_tokens(self, prompt_tokens: int) -> int:
         """Return the number of tokens a sequence can hold before the first eviction.
 
@@ -220,7 +242,7 @@ class EvictionSpec:
             return min(tokens, cap)
         if self.when == DECODE:
             return max(prompt, min(tokens, cap))
-        return max(prompt, min(prompt, cap) + tokens - prompt)
+        return max(prompt + self.scoring_slots(prompt), min(prompt, cap) + tokens - prompt)
 
 
 KEEP_ALL = EvictionSpec()

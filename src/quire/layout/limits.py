@@ -165,6 +165,45 @@ NO_PRE_ROPE = _rule(
     subject="",
 )
 
+_scored = partial(
+    _rule, one="a rule with a scoring pass (`kvzip`, also as the base of another rule)"
+)
+_NO_PASS = "use a rule without a scoring pass, such as snapkv or keydiff"
+SCORED_LATER = _scored(
+    other="`when` other than `prefill_end`",
+    reason="the rule scores tokens in a pass after the prompt, and with when={when} tokens are "
+    "evicted when there are no such scores",
+    instead="use when=prefill_end, or leave out when",
+)
+SCORED_TWICE = _scored(
+    other="a rule or a budget with another scoring pass",
+    reason="a prompt has one scoring pass, and this rule needs two",
+    instead="use equal options for both",
+)
+SCORED_STATES = _scored(
+    other="a model with recurrent states or chunked attention",
+    reason="the tokens of a scoring pass are removed again, and the model's recurrent states or "
+    "chunks of attention cannot go back",
+    instead=_NO_PASS,
+)
+SCORED_RECENT = _scored(
+    other="a codec that keeps the newest tokens in full precision (`residual`, codecs of whole "
+    "pages)",
+    reason="the tokens of a scoring pass would take the place of the newest tokens in full "
+    "precision",
+    instead="use a codec without them, such as int8 or none, or a rule without a scoring pass",
+)
+SCORED_OFFLOAD = _scored(
+    other="`--kv-offload-memory`",
+    reason="a scoring pass needs the KV of the whole prompt in the KV memory",
+    instead="leave out --kv-offload-memory, or " + _NO_PASS,
+)
+SCORED_IN_TRANSFORMERS = _scored(
+    other="`QuireCache`",
+    reason="a scoring pass runs the model after the prompt, and a cache in Transformers cannot",
+    instead="use LLM, or a rule without a scoring pass, such as snapkv or keydiff",
+)
+
 # ---- several ranks -------------------------------------------------------------------------------
 
 _ranks = partial(Limit, area="ranks", other="`--tensor-parallel-size` above 1")

@@ -9,6 +9,7 @@ A lane here is one KV head of one layer. Only queries of the request's own token
 padding. All sums are float32. `quire.kv.statistics` records the statistics.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -32,6 +33,73 @@ def check_reduction(heads: str) -> None:
         raise ConfigError(f"expected heads to be one of {', '.join(REDUCTIONS)}, got {heads!r}")
 
 
+_EXTRA = 4  # further tokens of a text that is encoded alone, such as a tokenizer's first space
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringPass:
+    """Tokens that are computed after a prompt for their attention to it, and then removed.
+
+    The prompt's tokens again, in chunks, each after a text. A chunk attends to the prompt and to
+    itself, and its positions continue those of the prompt. Only the queries of these tokens count
+    in the statistics of the pass, and they count in no other statistic.
+
+    Attributes:
+        name: name of the texts.
+        first, later: text before the first chunk, and before the others.
+        end: text after the repeated tokens that follow `later`.
+        chunk_tokens: tokens of the prompt in a chunk.
+        overlap: last tokens of the chunk before, repeated after `later`.
+    """
+
+    name: str
+    first: str
+    later: str
+    end: str
+    chunk_tokens: int
+    overlap: int
+
+    @property
+    def _text_tokens(self) -> int:
+        """Most tokens before the prompt's tokens in a chunk: a token has at least one byte."""
+        later = len(self.later.encode()) + self.overlap + len(self.end.encode())
+        return max(len(self.first.encode()), later) + 2 * _EXTRA
+
+    def slots(self, prompt_tokens: int) -> int:
+        """Slots that the pass of a prompt needs: a bound on the tokens of its longest chunk."""
+        return min(prompt_tokens, self.chunk_tokens) + self._text_tokens
+
+    def tokens(self, prompt_tokens: int) -> int:
+        """Bound on the tokens of all chunks."""
+        return prompt_tokens + -(-prompt_tokens // self.chunk_tokens) * self._text_tokens
+
+    def token_ids(
+        self, prompt: Sequence[int], encode: Callable[[str], list[int]]
+    ) -> tuple[list[int], ...]:
+        """Return the tokens of each chunk.
+
+        Args:
+            prompt: token ids of the prompt.
+            encode: returns the token ids of a text, without special tokens.
+
+        Raises:
+            ConfigError: a text has more tokens than bytes.
+        """
+        chunks = []
+        for start in range(0, len(prompt), self.chunk_tokens):
+            before = encode(self.first)
+            if start:
+                again = prompt[max(0, start - self.overlap) : start]
+                before = [*encode(self.later), *again, *encode(self.end)]
+            if len(before) > self._text_tokens:
+                raise ConfigError(
+                    f"the tokenizer writes the text of a scoring pass as {len(before)} tokens, "
+                    f"expected at most {self._text_tokens}"
+                )
+            chunks.append([*before, *prompt[start : start + self.chunk_tokens]])
+        return tuple(chunks)
+
+
 @dataclass(frozen=True, slots=True)
 class Statistic:
     """Base class of statistics. Subclasses are frozen; equal instances are the same statistic.
@@ -46,6 +114,11 @@ class Statistic:
     def name(self) -> str:
         """Unique name, options included; part of the name of its lane group."""
         raise NotImplementedError
+
+    @property
+    def scoring(self) -> ScoringPass | None:
+        """The pass whose queries count; None: all queries of the sequence count."""
+        return None
 
     def num_slots(self, heads: HeadShape) -> int:
         """Return the number of records of a lane, for statistics that are not per slot."""
@@ -114,6 +187,26 @@ class LowAttentionCount(OfWeights):
     @property
     def name(self) -> str:
         return f"low_attention_count.{self.reduction}"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMax(OfWeights):
+    """Largest attention weight of a slot from the queries of a scoring pass.
+
+    Attributes:
+        of: the pass.
+    """
+
+    heads: str = MAX
+    of: ScoringPass = ScoringPass("", "", "", "", 1, 0)
+
+    @property
+    def name(self) -> str:
+        return f"attention_max.{self.reduction}.{self.of.name}.{self.of.chunk_tokens}"
+
+    @property
+    def scoring(self) -> ScoringPass:
+        return self.of
 
 
 @dataclass(frozen=True, slots=True)

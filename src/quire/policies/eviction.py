@@ -24,6 +24,7 @@ from quire.layout.eviction import (
     EvictionSpec,
     default_every,
     parse_policy,
+    scoring_of,
 )
 from quire.layout.statistics import QueryMoments, QueryRing, Statistic
 from quire.policies.base import LAYER, EvictionPolicy, ScorePolicy
@@ -306,7 +307,8 @@ def make_eviction(text: str) -> EvictionRule:
     policy = policy_of(parsed.name, own)
     if "cap" not in options:
         raise ConfigError(f"policy {text!r} needs a cap, such as cap=512, cap=25% or cap=2MiB")
-    when = options.get("when", PREFILL_AND_DECODE)
+    scored = scoring_of(policy.statistics) is not None
+    when = options.get("when", PREFILL_END if scored else PREFILL_AND_DECODE)
     if when not in SCHEDULES:
         raise UnknownName("eviction schedule", when, SCHEDULES)
     granularity = options.get("granularity", TOKEN)
@@ -333,7 +335,7 @@ def make_eviction(text: str) -> EvictionRule:
 def _refuse_unsound(rule: EvictionRule, policy: EvictionPolicy, name: str, cap: str) -> None:
     """Refuse components that exclude each other."""
     budget, statistics = rule.budget, (*policy.statistics, *rule.budget.statistics)
-    limit = None
+    passes, limit = {one.scoring for one in statistics} - {None}, None
     if (budget.needs_prompt or budget.ragged) and not isinstance(policy, ScorePolicy):
         limit = limits.BUDGET_WITHOUT_SCORES
     elif budget.by_head and policy.scope == LAYER and not _divides_heads(policy, budget):
@@ -346,9 +348,14 @@ def _refuse_unsound(rule: EvictionRule, policy: EvictionPolicy, name: str, cap: 
         limit = limits.BUDGET_IN_TOKENS
     elif policy.needs_pieces and rule.granularity == TOKEN:
         limit = limits.PIECES_BY_TOKEN
+    elif passes and rule.when != PREFILL_END:
+        limit = limits.SCORED_LATER
+    elif len(passes) > 1:
+        limit = limits.SCORED_TWICE
     if limit is not None:
         budget_name = type(budget).__name__.lower()
-        raise limits.refused(limit, text=rule.text, budget=budget_name, cap=cap, name=name)
+        values = {"budget": budget_name, "cap": cap, "name": name, "when": rule.when}
+        raise limits.refused(limit, text=rule.text, **values)
 
 
 def _divides_heads(policy: EvictionPolicy, budget: Budget) -> bool:

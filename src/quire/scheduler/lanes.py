@@ -213,6 +213,18 @@ def repeats_later(request: Request) -> bool:
     )
 
 
+def due_scoring(request: Request, tokens: int) -> int:
+    """Slots of the scoring pass that follows the next `tokens` tokens; 0 if none does.
+
+    A recorded eviction is replayed without scores.
+    """
+    spec, prompt_tokens = request.eviction.spec, len(request.prompt_token_ids)
+    if spec.scoring is None or request.eviction.trace:
+        return 0
+    ends = request.progress.num_computed + tokens == prompt_tokens
+    return spec.scoring_slots(prompt_tokens) if ends else 0
+
+
 def has_atomic_chunk(request: Request) -> bool:
     """Whether the next chunk must be computed as a whole, after an eviction."""
     spec, done = request.eviction.spec, request.progress.num_computed
@@ -740,6 +752,7 @@ class LayerPrefill:
 
     Attributes:
         tokens: the tokens of each request.
+        scoring: further slots of requests whose prompt is scored, until their layer is cut.
         chunk_tokens: tokens that a layer computes at a time.
         failed: a request whose policy broke its contract, and the error.
     """
@@ -752,6 +765,7 @@ class LayerPrefill:
         self._memory, self._prefix = sequence_memory.memory, sequence_memory.prefix
         self.chunk_tokens = chunk_tokens
         self.tokens: dict[Request, int] = {}
+        self.scoring: dict[Request, int] = {}
         self.failed: tuple[Request, PolicyError] | None = None
         self._references: dict[Request, LayerReferences] = {}
         self._cut: dict[Request, list[Evicted]] = {}
@@ -794,16 +808,17 @@ class LayerPrefill:
         row, pages = np.array([request.memory.row]), np.zeros_like(self._pages)
         for table in self._memory.tables.values():
             group, page_class = table.group, table.group.page_class
-            [grown] = grown_slots(table, row, np.array([[tokens]], dtype=np.int32))
+            counts = np.array([[tokens], [tokens + due_scoring(request, tokens)]], dtype=np.int32)
+            grown, scored = (grown_slots(table, row, count[None])[0] for count in counts)
             after = grown
             if group.bounded:
                 after = np.minimum(grown, group.slots_at_most(UNLIMITED, 1))
             elif group.records is None:
                 caps = lane_capacities(request.eviction.spec, self._lanes.num_lanes)
                 after = np.minimum(grown, caps[lane_places(group, self._lanes.layers)])
-            held, whole, cut = (
+            held, whole, cut, most = (
                 table.num_pages[row[0]],
-                *(-(-slots // page_class.tokens) for slots in (grown, after)),
+                *(-(-slots // page_class.tokens) for slots in (grown, after, scored)),
             )
             layers = [self._layers.index(layer) for layer in group.layers]
             column = self._memory.layout.page_classes.index(page_class)
@@ -814,14 +829,16 @@ class LayerPrefill:
             elif group.private:  # statistics are copied for the cache, once per snapshot
                 copied = whole * len(request.memory.snapshot_ends)
                 during, after = whole + copied, copied + cut
-            for number, lanes in enumerate((during, after)):
+            for number, lanes in enumerate((during + most - whole, after)):
                 pages[number, layers, column] += lanes.reshape(len(layers), -1).sum(axis=1)
         return pages
 
     def add(self, request: Request, tokens: int, *, publishes: bool) -> None:
         """Add a prompt; `publishes`: its blocks are published in the prefix cache."""
         self._pages += self._pages_of(request, tokens, publishes=publishes)
-        self.tokens[request] = tokens
+        self.tokens[request], scoring = tokens, due_scoring(request, tokens)
+        if scoring:
+            self.scoring[request] = scoring
         if publishes:
             assert self._prefix is not None
             assert request.memory.lease is not None
@@ -850,7 +867,10 @@ class LayerPrefill:
         """
         while self._num_begun < len(self._layers) and self._layers[self._num_begun] <= layer:
             self._end_layer()
-            counts = np.array(list(self.tokens.values()), dtype=np.int32)
+            grown = [tokens + self.scoring.get(r, 0) for r, tokens in self.tokens.items()]
+            counts = np.array(grown, dtype=np.int32)
+            for request, slots in self.scoring.items():
+                self._memory.lengths[request.memory.row] += slots
             self._memory.grow_layer(self._rows, counts, self._layers[self._num_begun])
             self._num_begun += 1
         for request, tokens in (computed or {}).items():
@@ -879,6 +899,9 @@ class LayerPrefill:
             return
         layer, memory, lanes = self._layers[self._num_ended], self._memory, self._lanes
         self._num_ended += 1
+        for request, slots in self.scoring.items():
+            memory.truncate_layer(request.memory.row, slots, layer)
+            memory.lengths[request.memory.row] -= slots
         for references in self._references.values():
             references.add(layer)
         memory.drop_behind_windows(self._rows, layer)

@@ -124,6 +124,15 @@ class NeedGroup:
     tokens: Tokens
     prompts: Tokens
 
+    @property
+    def prefills(self) -> Tokens:
+        """[n] most tokens that a lane without eviction holds until the prompts are computed."""
+        if self.eviction.scoring is None or self.decodes:
+            return self.prompts
+        slots = [self.eviction.scoring_slots(n) for n in self.prompts.tolist()]
+        held: Tokens = self.prompts + np.array(slots, dtype=np.int64)
+        return held
+
 
 def group_needs(needs: Sequence[Need]) -> Iterator[NeedGroup]:
     """Group needs by eviction specification, to count the pages of many at once."""
@@ -231,7 +240,7 @@ def evicting_pages(
         least = of_lane if least is None else np.minimum(least, of_lane)
         pages = pages + (of_lane + (ragged & (slots < sequences.tokens))) * num_lanes
     if by_layer is not None and least is not None and not sequences.decodes:
-        whole = -(-sequences.prompts // group.page_class.tokens)
+        whole = -(-sequences.prefills // group.page_class.tokens)
         one_layer = by_layer * (whole - least[0]) * group.lanes_per_layer
         pages = pages + np.stack([one_layer, np.zeros_like(one_layer)])
     if offload is not None and least is not None:
@@ -272,11 +281,11 @@ def _peak_slots(
         return
     if not sequences.decodes:
         cut = np.minimum(prompts, cap)
+        prompts = sequences.prefills
         whole = prompts if by_layer is None else np.where(by_layer, cut, prompts)
         yield whole if when in (PREFILL_END, DECODE) else cut
-    outputs = tokens - prompts
     if when == PREFILL_END:
-        yield np.minimum(prompts, cap) + outputs
+        yield np.minimum(sequences.prompts, cap) + tokens - sequences.prompts
     else:
         yield np.minimum(tokens, cap)
 
@@ -491,7 +500,8 @@ class Peaks:
             offload = self._offload(sequences, group, shape)
             layers = self._now.evicting_layers
             return evicting_pages(group, sequences, layers, offload, self._by_layer(sequences))
-        slots, chunk = sequences.tokens, shape.chunk_tokens
+        slots = np.maximum(sequences.tokens, sequences.prefills)
+        chunk = shape.chunk_tokens + int((sequences.prefills - sequences.prompts).max())
         if group.records is not None:
             slots = np.minimum(slots, 1) * group.records
         if eviction.cap is not None:  # above the cap a prompt is computed `every` tokens at once
@@ -502,7 +512,7 @@ class Peaks:
         if offload is None:
             by_layer, whole = self._by_layer(sequences), pages
             if by_layer is not None and group.records is None:  # until its window lanes are cut
-                prompts = -(-sequences.prompts // group.page_class.tokens)
+                prompts = -(-sequences.prefills // group.page_class.tokens)
                 whole = np.where(by_layer, np.maximum(pages, prompts), pages)
             return pages * group.num_lanes + (whole - pages) * group.lanes_per_layer
         offloaded = offload.oldest_pages(pages)
@@ -524,7 +534,10 @@ class Peaks:
             return None
         max_tokens = MAX_CHUNKS * self._shapes[0].chunk_tokens
         found: NDArray[np.bool_] = sequences.prompts > eviction.min_cap
-        return found & (sequences.prompts <= max_tokens)
+        # the hidden states of a scoring pass are held too
+        most = [n + eviction.scoring_tokens(n) for n in sequences.prompts.tolist()]
+        found &= np.array(most) <= max_tokens
+        return found
 
     def offloads(self, need: Need | NeedGroup) -> bool:
         """Whether the oldest pages of sequences can be in offload memory at their peak."""

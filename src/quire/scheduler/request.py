@@ -92,6 +92,7 @@ class RequestSpec:
         records_evictions: whether the eviction trace is requested.
         max_tokens_limit: why `params.max_tokens` is less than requested: `CONTEXT`, `KV_MEMORY` or
             `TENANT`; "": it is not.
+        scoring_token_ids: the chunks of the scoring pass that its eviction rule needs.
     """
 
     request_id: str
@@ -109,6 +110,7 @@ class RequestSpec:
     evict: str = "full"
     records_evictions: bool = False
     max_tokens_limit: str = ""
+    scoring_token_ids: tuple[list[int], ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)

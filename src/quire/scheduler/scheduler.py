@@ -19,6 +19,7 @@ from quire.scheduler.lanes import (
     Evictor,
     LaneCapacities,
     LayerPrefill,
+    due_scoring,
     free_tokens,
     has_atomic_chunk,
 )
@@ -196,6 +197,8 @@ class Scheduler:
     def _plan_decoding(self, plan: StepPlan) -> None:
         """Add the batch's decoding rows that have pages for their next token."""
         ready = [r for r in self.running if r.num_tokens - r.progress.num_computed == 1]
+        if self._evicts:  # the last token of a prompt that is scored is a chunk
+            ready = [r for r in ready if not due_scoring(r, 1)]
         self._decode(plan, self.batcher.decoding(ready))
 
     def _decode(self, plan: StepPlan, rows: list[Request]) -> None:
@@ -324,16 +327,25 @@ class Scheduler:
         tokens, atomic = self._chunk_tokens(plan, request, budget), self._is_atomic(request)
         if not tokens or (self._evicts and not self.capacities.evict_to_capacity([request])):
             return 0
+        scoring = due_scoring(request, tokens)
+        if scoring and not self._may_add_whole(plan, request, tokens, budget):
+            return 0
         if not self._has_pages(
-            plan, request, lambda: self.sequence_memory.can_grow([request], [tokens])
+            plan, request, lambda: self.sequence_memory.can_grow([request], [tokens + scoring])
         ):
-            if atomic or not request.is_running:
-                return 0
-            tokens = self._largest_fitting(request, tokens)
+            smaller = not atomic and request.is_running
+            tokens, scoring = self._largest_fitting(request, tokens) if smaller else 0, 0
         if tokens:
-            self.sequence_memory.grow([request], [tokens])
+            self.sequence_memory.grow([request], [tokens], scoring)
+            plan.scoring.update({request: scoring} if scoring else {})
             self._add_chunk(plan, request, tokens)
         return tokens
+
+    def _may_add_whole(self, plan: StepPlan, request: Request, tokens: int, budget: int) -> bool:
+        """Whether a prompt and its scoring pass, which are not divided, fit or are the first."""
+        spec, prompt_tokens = request.eviction.spec, len(request.prompt_token_ids)
+        fits = tokens + spec.scoring_tokens(prompt_tokens) <= budget
+        return fits or len(plan.requests) == plan.num_decoding
 
     def _add_chunk(self, plan: StepPlan, request: Request, tokens: int) -> None:
         self.fairness.charge_prefill(request, tokens)
@@ -362,7 +374,7 @@ class Scheduler:
         prefill = plan.by_layer or LayerPrefill(
             self.capacities, self.sequence_memory, self._longest_chunk
         )
-        if tokens > budget and len(plan.requests) > plan.num_decoding:
+        if not self._may_add_whole(plan, request, tokens, budget):
             return 0
         if not prefill.accepts(request):
             return 0
@@ -479,7 +491,7 @@ class Scheduler:
             self._plan_decoding(plan)
             if not plan.requests:
                 ready = [r for r in self.running if r.num_uncomputed == 1 and same_group(r, first)]
-                self._decode(plan, ready)
+                self._decode(plan, [r for r in ready if not due_scoring(r, 1)])
         for request in together(first):
             if request.is_running and not plan.requests:
                 self._chunk(plan, request, self.config.max_num_batched_tokens)
@@ -547,6 +559,8 @@ class Scheduler:
             again = min(tokens, progress.furthest_tokens - progress.num_computed)
             progress.recomputed_tokens += max(0, again)
             progress.num_computed += tokens
+        for request in plan.scoring:
+            self.memory.truncate(request.memory.row, request.progress.num_computed)
         if plan.by_layer is not None:
             plan.by_layer.end()
             plan.by_layer.record()
@@ -574,7 +588,11 @@ class Scheduler:
         """
         self.step_size.learn(sum(plan.tokens))
         swapper = self.preempter.swapper
-        if swapper is not None and len(plan.requests) == 1 and plan.tokens[0] > 1:
+        if (
+            swapper is not None
+            and len(plan.requests) == 1
+            and plan.tokens[0] > 1 > len(plan.scored)
+        ):
             swapper.costs.read(plan.tokens[0], plan.requests[0].progress.num_computed, seconds)
 
     def roll_back(self, plan: StepPlan) -> list[Request]:

@@ -329,14 +329,19 @@ class SequenceMemory:
 
     # ---- growing -------------------------------------------------------------------------------
 
-    def grow(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
+    def grow(self, requests: Sequence[Request], tokens: Sequence[int], scoring: int = 0) -> None:
         """Allocate pages for new tokens and publish the blocks that they fill.
+
+        Args:
+            requests: running requests.
+            tokens: their numbers of new tokens.
+            scoring: further slots of each of them, for its scoring pass.
 
         Raises:
             OutOfPages: see `KVMemory.grow`.
         """
         copied_bytes = self.memory.copied_bytes
-        self.memory.grow(rows_of(requests), np.array(tokens, dtype=np.int32))
+        self.memory.grow(rows_of(requests), np.array(tokens, dtype=np.int32) + np.int32(scoring))
         self._note_growth(requests, tokens, self.memory.copied_bytes - copied_bytes)
 
     def try_grow(self, requests: Sequence[Request], tokens: Sequence[int]) -> bool:

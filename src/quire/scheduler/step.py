@@ -40,6 +40,7 @@ class StepPlan:
         is_full: whether the step had no tokens left for a new request.
         by_layer: the prompts of the step that are computed layer by layer, after all other rows;
             None if there are none.
+        scoring: slots for the scoring passes of other prompts that the step ends, after their own.
         pending: sampled tokens on the device that the step reads; None if all tokens are known. A
             `quire.sampling.pending_tokens.PendingTokens`, which the scheduler does not use.
     """
@@ -51,6 +52,7 @@ class StepPlan:
     unserved: Request | None = None
     is_full: bool = False
     by_layer: LayerPrefill | None = None
+    scoring: dict[Request, int] = field(default_factory=dict)
     pending: object | None = None
 
     @property
@@ -62,6 +64,11 @@ class StepPlan:
         """Add the next `tokens` tokens of a request to the step."""
         self.requests.append(request)
         self.tokens.append(tokens)
+
+    @property
+    def scored(self) -> list[Request]:
+        """The requests whose prompt is followed by a scoring pass."""
+        return [*self.scoring, *(() if self.by_layer is None else self.by_layer.scoring)]
 
     @property
     def num_scored(self) -> int:
