@@ -1,18 +1,23 @@
 """KVzip against Transformers: the prompt is repeated, its tokens are scored and evicted once."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from quire import LLM, KVConfig, SamplingParams, ScheduleConfig
+from quire.config.generation_request import GenerationRequest
 from quire.engine.core import Engine
+from quire.errors import ModelError, NeverFits, RequestError, UnsoundCombination
+from quire.hf import QuireCache
+from quire.layout.packaged import SMOLLM2
+from quire.models.loader import LoadedModel
 from quire.policies.kvzip import KVzip
-from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.peaks import Need
+from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import NEW_TOKENS, run
 from support import zoo
-from support.engines import load
+from support.engines import greedy, load
 from support.kv_options import kv_config
 
 CAP, CHUNK, SINKS = 24, 32, 4
@@ -25,19 +30,15 @@ PROMPTS = {
 TOLERANCE = 1e-4
 
 
-@dataclass
-class Compressed:
-    """What Transformers computes for a prompt."""
-
-    scores: Tensor  # [layers, KV heads, tokens]
-    retained: list[list[int]]  # of each lane, layer by layer
-    logits: list[Tensor]
-
-
 def chunks_of(prompt: list[int], chunk: int = CHUNK) -> list[list[int]]:
     """The model has no tokenizer: no texts, but the last 8 tokens of the chunk before."""
     first = range(0, len(prompt), chunk)
     return [prompt[max(0, i - 8) if i else 0 : i + chunk] for i in first]
+
+
+def kv_heads(model) -> int:
+    """GPT-2 has no groups."""
+    return getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
 
 
 def weights_of(model, ids: list[int], cache: DynamicCache) -> tuple[Tensor, ...]:
@@ -64,7 +65,7 @@ def scores_of(architecture: str, prompt: list[int]) -> Tensor:
     tokens, best = len(prompt), None
     for ids in chunks_of(prompt):
         weights = torch.stack(weights_of(model, ids, cache))[..., :tokens]
-        by_group = weights.unflatten(1, (model.config.num_key_value_heads, -1))
+        by_group = weights.unflatten(1, (kv_heads(model), -1))
         found = by_group.amax(dim=(2, 3))
         best = found if best is None else torch.maximum(best, found)
         cache.crop(-len(ids))
@@ -88,7 +89,7 @@ def outputs_of(architecture: str, prompt: list[int], retained: list[list[int]]) 
     model.set_attn_implementation("eager")
     cache = DynamicCache()
     logits = [model(torch.tensor([prompt]), past_key_values=cache, use_cache=True).logits[0, -1]]
-    heads = model.config.num_key_value_heads
+    heads = kv_heads(model)
     for layer, states in enumerate(cache.layers):
         lanes = retained[layer * heads : (layer + 1) * heads]
         for name in ("keys", "values"):
@@ -110,8 +111,14 @@ def jobs(rule: str = RULE) -> dict[str, tuple[list[int], str]]:
     return {name: (prompt, rule) for name, prompt in PROMPTS.items()}
 
 
-@pytest.mark.parametrize("architecture", ["llama"])
+def engine_of(model: LoadedModel, evict: str = RULE, **kv: object) -> Engine:
+    options = {"memory": "8MiB", "enable_prefix_caching": False} | kv
+    config = kv_config(page_tokens=4, evict=evict, record_evictions=True, **options)
+    return Engine(model, config, ScheduleConfig())
+
+
 @pytest.mark.parametrize("by_layer", [True, False], ids=["by layer", "by chunk"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_scores_retained_tokens_and_outputs_are_those_of_transformers(
     architecture, by_layer, monkeypatch
 ):
@@ -126,18 +133,198 @@ def test_scores_retained_tokens_and_outputs_are_those_of_transformers(
     model = load(architecture)
     if not by_layer:
         monkeypatch.setattr(type(model.decoder), "prepare_by_layer", lambda self: "for the test")
-    kv = kv_config(
-        memory="8MiB", page_tokens=4, evict=RULE, record_evictions=True, enable_prefix_caching=False
+    engine = engine_of(model)
+    assert engine.scheduler.peaks.is_by_layer(Need(90, eviction=engine.pool.eviction.spec)) == (
+        by_layer
     )
-    found = run(jobs(), engine=Engine(model, kv, ScheduleConfig(max_num_seqs=1)))
+    found = run(jobs(), engine=engine)
+
     assert found.usages["within the cap"].evicted_tokens == 0
-    for name, prompt in list(PROMPTS.items())[:2]:
-        scores = scores_of(architecture, prompt)
-        own = torch.cat(seen[len(prompt)])
+    for name in ("short", "long"):
+        scores = scores_of(architecture, PROMPTS[name])
+        own = torch.cat(seen[len(PROMPTS[name])])
         assert (own - scores.flatten(0, 1)).abs().max() <= TOLERANCE
         [(computed, retained)] = found.traces()[name]
-        assert computed == len(prompt)
+        assert computed == len(PROMPTS[name])
         assert retained == kept(scores, CAP)
-        expected = outputs_of(architecture, prompt, retained)
+        expected = outputs_of(architecture, PROMPTS[name], retained)
         for ours, theirs in zip(found.logits[name], expected, strict=True):
             assert (ours - theirs).abs().max() <= TOLERANCE
+
+
+WAYS = {
+    "small steps": {"max_num_batched_tokens": 16},
+    "recomputed": {"preempts": 2},
+    "swapped": {"preempts": 2, "host": "4MiB"},
+    "cached prefixes": {"kv": {"enable_prefix_caching": True}},
+}
+
+
+SQUEEZE = "(squeeze:share=0.5)"
+PAIRS = [
+    *(("uniform", way) for way in WAYS),
+    ("ada", "recomputed"),
+    ("ada", "cached prefixes"),
+    ("pyramid", "swapped"),
+    (SQUEEZE, "small steps"),
+    (SQUEEZE, "cached prefixes"),
+]
+
+
+@pytest.mark.parametrize(("budget", "way"), PAIRS)
+def test_retained_tokens_do_not_depend_on_steps_preemption_and_cached_prefixes(budget, way):
+    prompts = [prompt[:n] for prompt in PROMPTS.values() for n in (25, 40, 90)]
+    made = {str(i): (prompt, f"{RULE},budget={budget}") for i, prompt in enumerate(prompts)}
+    allow = {"evict_allow": f"kvzip:chunk={CHUNK}; kvzip:chunk={CHUNK},budget={budget}"}
+    options = dict(WAYS[way])
+    alone = run(made, kv=allow, max_num_seqs=1)
+    found = run(made, kv=allow | options.pop("kv", {}), **options)
+
+    assert found.traces() == alone.traces()
+    assert largest_difference(found.logits, alone.logits) <= TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_bits_do_not_depend_on_steps_with_batch_invariance(tokens):
+    kv = {"evict_allow": f"kvzip:chunk={CHUNK}", "enable_prefix_caching": tokens > 1}
+    alone = run(jobs(), kv=kv, batch_invariant=True, max_num_seqs=1)
+    found = run(jobs(), kv=kv, batch_invariant=True, max_num_batched_tokens=15 + tokens)
+
+    assert found.traces() == alone.traces()
+    assert largest_difference(found.logits, alone.logits) == 0
+
+
+@pytest.mark.parametrize("model", ["qwen2_window", "gemma4", "deepseek_v3", "gpt_oss", "llama_mqa"])
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_windows_shared_layers_latents_and_codecs_are_scored(model, codec):
+    kv = {"evict_allow": f"kvzip:chunk={CHUNK}", "codec": codec}
+    alone = run(jobs(), model=model, kv=kv, max_num_seqs=1)
+    found = run(jobs(), model=model, kv=kv, preempts=1, max_num_batched_tokens=16)
+
+    assert found.traces() == alone.traces()
+    assert all(alone.usages[name].evicted_tokens for name in ("short", "long"))
+    # a last bit can change a code of int8
+    tolerance = TOLERANCE if codec == "none" else 0.1
+    assert largest_difference(found.logits, alone.logits) <= tolerance
+
+
+@pytest.mark.parametrize("by_layer", [True, False], ids=["by layer", "by chunk"])
+def test_a_memory_of_the_counted_peak_is_enough_and_less_is_refused(by_layer, monkeypatch):
+    model = load("llama")
+    if not by_layer:
+        monkeypatch.setattr(type(model.decoder), "prepare_by_layer", lambda self: "for the test")
+    request = GenerationRequest(PROMPTS["long"], greedy(NEW_TOKENS))
+    roomy = engine_of(model)
+    spec = roomy.pool.eviction.spec
+    need = Need(len(request.prompt) + NEW_TOKENS - 1, len(request.prompt), spec)
+    needed_bytes = roomy.scheduler.peaks.fitting_bytes(need)
+
+    found = run({"r": (request.prompt, RULE)}, engine=engine_of(model, memory=needed_bytes))
+    assert found.usages["r"].kv_peak_bytes <= needed_bytes
+    assert found.traces() == run({"r": (request.prompt, RULE)}, engine=roomy).traces()
+    with pytest.raises(NeverFits):
+        engine_of(model, memory=needed_bytes - 4096).submit(request)
+
+
+def outputs(engine: Engine, *requests: GenerationRequest) -> dict[tuple[str, int], list[int]]:
+    for request in requests:
+        engine.submit(request)
+    found: dict[tuple[str, int], list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None
+            found.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+        engine.check()
+    return found
+
+
+def sampled(request_id: str, **options: object) -> GenerationRequest:
+    params = SamplingParams(max_tokens=6, ignore_eos=True, **options)
+    return GenerationRequest(PROMPTS["long"], params, request_id=request_id)
+
+
+@pytest.mark.parametrize("evict", [RULE, f"{RULE},budget=squeeze"])
+def test_several_outputs_share_one_scored_prompt(evict):
+    model = load("llama")
+    together = outputs(engine_of(model, evict), sampled("r", n=3, seed=5, temperature=0.8))
+    alone = [sampled(str(i), seed=5 + i, temperature=0.8) for i in range(3)]
+    expected = outputs(engine_of(model, evict), *alone)
+
+    assert [together["r", i] for i in range(3)] == [expected[str(i), 0] for i in range(3)]
+    beams = outputs(engine_of(model, evict), sampled("b", n=3, use_beam_search=True, temperature=0))
+    assert len(beams) == 3
+
+
+def test_prompt_log_probabilities_are_those_without_the_pass():
+    model, found = load("llama"), []
+    for evict in (RULE, "full"):
+        engine, numbers = engine_of(model, evict), []
+        engine.submit(sampled("r", prompt_logprobs=1, temperature=0))
+        while engine.has_work:
+            for delta in engine.step():
+                numbers += delta.prompt_logprobs or []
+        found.append(numbers)
+    assert len(found[0]) == len(PROMPTS["long"])
+    assert found[0] == found[1]
+
+
+REFUSED = {
+    "recurrent states": ("qwen3_next", {}, "recurrent states or chunks of attention"),
+    "chunks": ("llama4", {}, "recurrent states or chunks of attention"),
+    "residual window": ("llama", {"codec": "int8+residual=16"}, "newest tokens in full precision"),
+    "offload": ("llama", {"offload_memory": "1MiB"}, "leave out --kv-offload-memory"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_remove_tokens_again_is_refused(name):
+    architecture, kv, says = REFUSED[name]
+    with pytest.raises(UnsoundCombination, match=says):
+        engine_of(load(architecture), **kv)
+
+
+def test_a_cache_in_transformers_is_refused():
+    with pytest.raises(UnsoundCombination, match=r"a cache in Transformers cannot; use LLM"):
+        QuireCache(zoo.build("llama"), policy=RULE, when="prefill_end")
+
+
+def test_a_prompt_whose_repetition_exceeds_the_context_is_refused_with_a_chunk_that_fits():
+    engine = engine_of(load("llama"), "kvzip:cap=50%", evict_allow="all")
+    prompt = [5] * (zoo.MAX_POSITIONS - 100)
+    with pytest.raises(RequestError, match=r"leave 100 of the .* or lower chunk= to (\d+)$") as why:
+        engine.submit(GenerationRequest(prompt, greedy(4)))
+    chunk = int(str(why.value).rpartition(" ")[2])
+    assert (
+        chunk
+        == 100 - len("\n\nRepeat the part of the previous context that starts with") - 8 - 1 - 8
+    )
+    engine.submit(GenerationRequest(prompt, greedy(4), evict=f"kvzip:cap=50%,chunk={chunk}"))
+    with pytest.raises(RequestError, match=r"such as snapkv$"):
+        engine.submit(GenerationRequest([5] * (zoo.MAX_POSITIONS - 20), greedy(4)))
+
+
+def test_a_chat_model_repeats_the_prompt_after_the_text():
+    try:
+        llm = LLM(
+            SMOLLM2, dtype="float32", kv=KVConfig(memory="8MiB", evict="kvzip:cap=50%,chunk=16")
+        )
+    except ModelError as error:
+        pytest.skip(str(error))
+    tokenizer = llm.engine.model.tokenizer
+    prompt = tokenizer.encode("The key of the blue door is 4711, and that of the red one is 1234.")
+    llm.engine.submit(GenerationRequest(prompt, greedy(2), request_id="r"))
+    [request] = llm.engine.requests()
+    first, second = request.spec.scoring_token_ids[:2]
+
+    assert tokenizer.decode(first) == "\n\nRepeat the previous context:" + tokenizer.decode(
+        prompt[:16]
+    )
+    assert tokenizer.decode(second) == (
+        "\n\nRepeat the part of the previous context that starts with"
+        + tokenizer.decode(prompt[8:16])
+        + ":"
+        + tokenizer.decode(prompt[16:32])
+    )
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert request.eviction.num_evictions == 1

@@ -88,6 +88,8 @@ class History:
             return weights_seen.sum()
         if isinstance(statistic, stats.SquareSum):
             return (weights_seen**2).sum()
+        if isinstance(statistic, stats.AttentionMax):  # as if all queries were of the pass
+            return weights_seen.max(initial=0)
         return (weights_seen < 1 / self.num_keys[lane, token:]).sum()
 
     def _ring(self, lane: int, window: int) -> np.ndarray:

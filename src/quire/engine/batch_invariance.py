@@ -24,14 +24,14 @@ from quire.layout import limits
 from quire.layout.eviction import PRESSURE
 from quire.layout.kv_format import read_format
 from quire.layout.model import ModelSpec
-from quire.layout.statistics import QueryRing, Statistic
+from quire.layout.statistics import AttentionMax, QueryRing, Statistic
 from quire.models.base import FixedShapes
 from quire.models.loader import LoadedModel
 from quire.policies.eviction import EvictionRule
 from quire.scheduler.schedule_config import INVARIANT_ROWS
 
 OPTION = "--batch-invariant"
-_EXACT = (QueryRing,)  # copies, without sums
+_EXACT = (QueryRing, AttentionMax)  # copies and maxima, without sums
 
 
 def prepare_batch_invariant(model: LoadedModel, config: KVConfig, codec: str) -> None:

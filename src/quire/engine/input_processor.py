@@ -150,13 +150,14 @@ class InputProcessor:
             return ids
 
         chunks, context = scoring.token_ids(prompt, encode), self._model.spec.max_positions
-        longest = max(map(len, chunks))
-        if len(prompt) + longest > context:
+        longest, left = max(map(len, chunks)), context - len(prompt)
+        if longest > left:
+            fitting = scoring.fitting_chunk(left)
+            smaller = f", or lower chunk= to {fitting}" if fitting > 0 else ""
             raise RequestError(
-                f"evict: the rule repeats {longest} tokens after the prompt to score it, and its "
-                f"{len(prompt)} tokens leave {context - len(prompt)} of the context of {context}; "
-                "shorten the prompt, use a rule without a scoring pass, such as snapkv, or lower "
-                f"chunk= to {max(1, scoring.chunk_tokens - (len(prompt) + longest - context))}",
+                f"evict: the rule repeats {longest} tokens at a time after the prompt to score it, "
+                f"and {len(prompt)} prompt tokens leave {left} of the context of {context}; "
+                f"shorten the prompt, use a rule without a scoring pass, such as snapkv{smaller}",
                 param="evict",
             )
         return chunks

@@ -23,9 +23,8 @@ from torch import Tensor
 from quire.engine.decode_graphs import DecodeGraphs, decode_rows
 from quire.kernels.backend import AttentionMath, HeadBuffers
 from quire.kernels.device_copies import to_device
-from quire.kv.flat_batch import WHOLE_STEP, StepPart
+from quire.kv.flat_batch import WHOLE_STEP, Scoring, StepPart
 from quire.kv.paged_kv import PagedKV
-from quire.kv.statistics import Scoring
 from quire.kv.step import LastStep, StepAttention
 from quire.models.base import (
     AttentionCall,

@@ -58,6 +58,17 @@ class StepPart:
 WHOLE_STEP = StepPart()
 
 
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """The tokens of a step are a part of a scoring pass; see `quire.layout.statistics`.
+
+    Attributes:
+        begins: whether they are the first of the pass: numbers of all slots are overwritten.
+    """
+
+    begins: bool
+
+
 # Page tables as tensors: shared memory on a CPU; on a device, a copy updated by deltas.
 
 

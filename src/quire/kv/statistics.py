@@ -50,7 +50,7 @@ from quire.kernels.token_precision import (
     full_precision_columns,
     records_of,
 )
-from quire.kv.flat_batch import DeviceTable, FlatBatch
+from quire.kv.flat_batch import DeviceTable, FlatBatch, Scoring
 from quire.kv.tables import LaneTable
 from quire.layout.pages import KEY, VALUE, LaneGroup
 from quire.layout.statistics import (
@@ -89,17 +89,6 @@ class StatisticPages:
         """Return a mask [rows of the step] of the rows that use this statistic."""
         active: NDArray[np.bool_] = self.table.active[batch.rows]
         return active
-
-
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """The tokens of a step are a part of a scoring pass; see `quire.layout.statistics`.
-
-    Attributes:
-        begins: whether they are the first of the pass: numbers of all slots are overwritten.
-    """
-
-    begins: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,13 +28,12 @@ from quire.kernels.backend import (
 )
 from quire.kernels.device_copies import to_device
 from quire.kernels.latent import LatentPlan, attend_pages
-from quire.kv.flat_batch import WHOLE_STEP, FlatBatch, StepPart
+from quire.kv.flat_batch import WHOLE_STEP, FlatBatch, Scoring, StepPart
 from quire.kv.paged_kv import PagedKV, slot_bytes_of
 from quire.kv.pages import PageNumbers
 from quire.kv.states import StepStates
 from quire.kv.statistics import (
     GroupWatch,
-    Scoring,
     StatisticPages,
     Unrotates,
     positions_of,

@@ -59,19 +59,24 @@ class ScoringPass:
     chunk_tokens: int
     overlap: int
 
-    @property
-    def _text_tokens(self) -> int:
+    def _text_tokens(self, prompt_tokens: int) -> int:
         """Most tokens before the prompt's tokens in a chunk: a token has at least one byte."""
-        later = len(self.later.encode()) + self.overlap + len(self.end.encode())
-        return max(len(self.first.encode()), later) + 2 * _EXTRA
+        later = len(self.later.encode()) + self.overlap + len(self.end.encode()) + _EXTRA
+        is_one_chunk = prompt_tokens <= self.chunk_tokens
+        return max(len(self.first.encode()), 0 if is_one_chunk else later) + _EXTRA
 
     def slots(self, prompt_tokens: int) -> int:
         """Slots that the pass of a prompt needs: a bound on the tokens of its longest chunk."""
-        return min(prompt_tokens, self.chunk_tokens) + self._text_tokens
+        return min(prompt_tokens, self.chunk_tokens) + self._text_tokens(prompt_tokens)
+
+    def fitting_chunk(self, slots: int) -> int:
+        """Return the largest `chunk_tokens` of a pass of several chunks in so many slots."""
+        return slots - self._text_tokens(self.chunk_tokens + 1)
 
     def tokens(self, prompt_tokens: int) -> int:
         """Bound on the tokens of all chunks."""
-        return prompt_tokens + -(-prompt_tokens // self.chunk_tokens) * self._text_tokens
+        chunks = -(-prompt_tokens // self.chunk_tokens)
+        return prompt_tokens + chunks * self._text_tokens(prompt_tokens)
 
     def token_ids(
         self, prompt: Sequence[int], encode: Callable[[str], list[int]]
@@ -85,16 +90,16 @@ class ScoringPass:
         Raises:
             ConfigError: a text has more tokens than bytes.
         """
-        chunks = []
+        chunks, most = [], self._text_tokens(len(prompt))
         for start in range(0, len(prompt), self.chunk_tokens):
             before = encode(self.first)
             if start:
                 again = prompt[max(0, start - self.overlap) : start]
                 before = [*encode(self.later), *again, *encode(self.end)]
-            if len(before) > self._text_tokens:
+            if len(before) > most:
                 raise ConfigError(
                     f"the tokenizer writes the text of a scoring pass as {len(before)} tokens, "
-                    f"expected at most {self._text_tokens}"
+                    f"expected at most {most}"
                 )
             chunks.append([*before, *prompt[start : start + self.chunk_tokens]])
         return tuple(chunks)

@@ -902,6 +902,8 @@ def _evictions(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
     smaller = replace(need.eviction, cap=2, every=1, lane_capacities=None)
     if _fits(peaks, replace(need, eviction=smaller), width):
         yield "lower cap= of its eviction rule"
+    if need.eviction.scoring is not None:
+        return  # its rule has one schedule
     blocks = replace(need.eviction, when=PREFILL_AND_DECODE)
     if need.eviction.when == PRESSURE and _fits(peaks, replace(need, eviction=blocks), width):
         yield "set when=prefill_and_decode in its eviction rule"

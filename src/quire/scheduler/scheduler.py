@@ -327,7 +327,7 @@ class Scheduler:
         tokens, atomic = self._chunk_tokens(plan, request, budget), self._is_atomic(request)
         if not tokens or (self._evicts and not self.capacities.evict_to_capacity([request])):
             return 0
-        scoring = due_scoring(request, tokens)
+        scoring = due_scoring(request, tokens) if self._evicts else 0
         if scoring and not self._may_add_whole(plan, request, tokens, budget):
             return 0
         if not self._has_pages(

@@ -10,6 +10,7 @@ import torch
 
 from quire.cli.options import documented_attributes
 from quire.errors import ConfigError, PolicyError
+from quire.layout.eviction import scoring_of
 from quire.layout.statistics import QueryMoments, QueryRing
 from quire.policies.base import LANE, LAYER, EvictionPolicy, ScorePolicy
 from quire.policies.eviction import make_eviction
@@ -308,9 +309,10 @@ def test_too_small_cap_is_refused(name):
     policy = policy_of(name, {})
     options = "granularity=page," if policy.needs_pieces else ""
 
-    assert make_eviction(f"{name}:{options}cap={least + 3},every=3").policy == policy
+    leaving = 0 if scoring_of(policy.statistics) else 3  # evicted once, to the cap
+
+    assert make_eviction(f"{name}:{options}cap={least + leaving},every=3").policy == policy
     if least > 1:
+        cap = least + leaving - 1
         with pytest.raises(ConfigError, match=r"raise cap\b.* every"):
-            make_eviction(
-                f"{name}:{options}cap={least + 2 - policy.added_tokens(least + 2)},every=3"
-            )
+            make_eviction(f"{name}:{options}cap={cap - policy.added_tokens(cap)},every=3")

@@ -1,5 +1,7 @@
 """Peak pages of sequences, compared with lanes that grow and are evicted from token by token."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ from quire.layout.eviction import (
     EvictionSpec,
 )
 from quire.layout.layout import layout_for
-from quire.layout.statistics import AttentionSum, QueryRing
+from quire.layout.statistics import AttentionMax, AttentionSum, QueryRing, ScoringPass
 from quire.scheduler.peaks import Need, Peaks
 from support.model_specs import small_spec
 
@@ -120,6 +122,28 @@ def test_ragged_caps_need_one_more_page_per_lane():
 
     assert pages(peaks_of(None), Need(100, 90, even)) == [4]
     assert pages(peaks_of(None), Need(100, 90, ragged)) == [6]
+
+
+def test_scoring_pass_needs_its_slots_in_one_layer_or_in_all():
+    """A prompt of 40 tokens, a cap of 8, a pass of 16 + 2 + 4 + 1 + 8 slots; pages of 4 tokens.
+
+    By layer: 71 / 4 = 18 pages in each of two heads of a layer, and 2 in those of the other layer.
+    """
+    scores = AttentionMax(of=ScoringPass("", "AAA", "BB", "C", chunk_tokens=16, overlap=4))
+    eviction = EvictionSpec(cap=8, when=PREFILL_END, statistics=(scores,))
+    need, slots = Need(43, 40, eviction), 16 + 2 + 4 + 1 + 8
+    whole = -(-(40 + slots) // PAGE_TOKENS)
+    peaks = peaks_of(None, None, statistics=(scores,))
+
+    assert eviction.scoring_slots(40) == slots
+    assert pages(peaks, need) == [2 * whole + 2 * 2] * 2  # keys and values, and the statistic
+    assert pages(peaks, replace(need, by_layer=False)) == [4 * whole] * 2
+    # a lane of the last 10 tokens also holds the chunk of 8 and the pass
+    windows = peaks_of(None, WINDOW, statistics=(scores,))
+    held = WINDOW - 1 + CHUNK + slots + PAGE_TOKENS - 1
+    assert pages(windows, need) == [2 * whole, 2 * whole, -(-held // PAGE_TOKENS)]
+    # decoding: the cap and three tokens
+    assert pages(peaks, replace(need, decodes=True)) == [4 * 3] * 2
 
 
 def test_each_request_is_counted_with_its_own_statistics():
