@@ -27,8 +27,8 @@ OPTIONS = {
     "rkv": "window=3",
     "roco": "recent=2",
 }
-NAMES = sorted(set(registered()) - {"streaming", "kvcrush_openvino", "threshold"})
-"""Without rules that need keys before RoPE, evict whole pages, or retain fewer tokens."""
+NAMES = sorted(set(registered()) - {"streaming", "kvcrush_openvino", "threshold", "kvzip"})
+"""Without rules that need keys before RoPE, evict whole pages or layer by layer, or retain less."""
 ALONE, TOGETHER, ON_DEVICE = "alone", "together", "on a device"
 PROMPTS = (9, 9, 14, 20, 27)
 STRIDE = 7
