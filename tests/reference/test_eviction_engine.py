@@ -569,7 +569,8 @@ def test_rules_on_latents_retain_what_attention_to_heads_retains(model, name):
         run(jobs, model=model, kv=options | {"attention": backend}) for backend in backends
     )
 
-    assert all(usage.evicted_tokens for usage in first.usages.values())
+    for request, usage in first.usages.items():  # kvzip evicts at the end of the prompt
+        assert usage.evicted_tokens or len(jobs[request][0]) <= 40
     for other in others:
         assert other.traces() == first.traces()
         assert largest_difference(other.logits, first.logits) <= 1e-4
