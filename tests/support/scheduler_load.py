@@ -440,6 +440,7 @@ class SchedulerLoad:
             copies = [planned.child for planned in self.scheduler.commit(plan)]
         except PolicyError:  # raised while the layers of a prompt were cut
             assert self.scheduler.fail_by_layer(plan)
+            self._take_failures()
             return sum(plan.tokens)
         ready = [r for r in [*plan.requests, *copies] if _is_ready(r)]
         beams = _beams_of(ready)
@@ -458,11 +459,7 @@ class SchedulerLoad:
     def _schedule(self) -> tuple[StepPlan, int]:
         self.num_steps += 1
         plan = self.scheduler.schedule()
-        failed = self.scheduler.take_failures()
-        for failure in failed:
-            request_id = failure.request.request_id
-            assert request_id in self.broken
-            assert self.requests.pop(request_id).progress.state is RequestState.FINISHED
+        failed = self._take_failures()
         assert plan.requests or failed or not self.scheduler.has_work
         assert len(set(map(id, plan.requests))) == len(plan.requests)
         # a prompt that is computed layer by layer is one chunk of any size
@@ -470,7 +467,15 @@ class SchedulerLoad:
         assert whole or sum(plan.tokens) <= self.config.max_num_batched_tokens
         assert plan.num_decoding <= self.config.max_num_seqs
         self._check_plan(plan)
-        return plan, len(failed)
+        return plan, failed
+
+    def _take_failures(self) -> int:
+        failed = self.scheduler.take_failures()
+        for failure in failed:
+            request_id = failure.request.request_id
+            assert request_id in self.broken
+            assert self.requests.pop(request_id).progress.state is RequestState.FINISHED
+        return len(failed)
 
     def fail_step(self, *, planning: bool) -> None:
         """Roll back a step that raised while it ran, or while it was planned."""

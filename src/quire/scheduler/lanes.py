@@ -503,6 +503,20 @@ class LaneCapacities:
                 return True
         return False
 
+    def decide_again(self, request: Request) -> bool:
+        """Drop the evictions under pressure that a resumed request has yet to repeat.
+
+        They fitted when they were made; with pages in other slabs, the tokens before them may not.
+
+        Returns:
+            Whether there were any.
+        """
+        state = request.eviction
+        if state.spec.when != PRESSURE or state.next_replay is None:
+            return False
+        del state.trace[state.replayed :]
+        return True
+
     def _evictable(self, requests: Iterable[Request]) -> Iterator[Request]:
         """Yield the requests that evict only under pressure, the longest first."""
         lanes = self.lanes

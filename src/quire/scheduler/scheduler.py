@@ -447,9 +447,10 @@ class Scheduler:
         2  swapped requests free the offload memory that they occupy; they are recomputed later
         3  its cached prefix is unpinned, its pages are compacted, its staging slots are halved
         4  its swapped tail, which does not fit beside its head, is freed; it is recomputed
-        5  other members of its group are split off
-        6  its cached prefix, which it holds in all layers at once, is freed and computed again
-        7  it fails; other requests are unaffected
+        5  its earlier evictions under pressure are not repeated, but decided again
+        6  other members of its group are split off
+        7  its cached prefix, which it holds in all layers at once, is freed and computed again
+        8  it fails; other requests are unaffected
 
         The first request is the first by `Request.order`, regardless of tenants' shares. Shares
         change with the running requests, so two requests could preempt each other forever.
@@ -464,14 +465,16 @@ class Scheduler:
             self._plan_first(plan, first)
         if not plan.requests and self.preempter.free_offloaded():
             self._plan_first(plan, first)
-        preempter = self.preempter
-        for free_pages in (preempter.stop_sharing, preempter.compact, preempter.halve_staging):
+        preempter, capacities = self.preempter, self.capacities
+        steps: list[Callable[[Request], object]] = [
+            *(preempter.stop_sharing, preempter.compact, preempter.halve_staging),
+            *([] if first.memory.head_tokens is None else [preempter.free_swapped]),
+            *([capacities.decide_again] if self._evicts else []),
+        ]
+        for free_pages in steps:
             if not plan.requests:
                 free_pages(first)
                 self._plan_first(plan, first)
-        if not plan.requests and first.memory.head_tokens is not None:
-            preempter.free_swapped(first)
-            self._plan_first(plan, first)
         while not plan.requests and self._forks.split_off(first):
             self._plan_first(plan, first)
         if not plan.requests and self._is_by_layer(first) and first.progress.num_computed:

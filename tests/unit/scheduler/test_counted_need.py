@@ -306,7 +306,21 @@ LANES_GROW_AFTER_THEIR_PLAN = {
 }
 
 
+REPEATED_EVICTIONS_DO_NOT_FIT = {
+    "codec": "float32",
+    "windows": (None, 8) * 5,
+    "page_tokens": 16,
+    "eviction": {"cap": 2, "every": 1, "when": PRESSURE},
+    "offload": True,
+    "chunk_tokens": 16,
+    "prompt": 21,
+    "max_tokens": 14,
+    "preempted": (14,),
+}
+
+
 @given(options=drawn_options())
+@example(options=REPEATED_EVICTIONS_DO_NOT_FIT)
 @example(options=LANES_GROW_AFTER_THEIR_PLAN)
 @example(options=BEAMS_ARE_CUT_AFTER_THEIR_FORKS)
 @example(options=PAGES_IN_SCATTERED_SLABS)
