@@ -508,8 +508,9 @@ class SchedulerLoad:
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
             assert request.progress.state is RequestState.RUNNING
             assert 1 <= tokens <= request.num_uncomputed
-            assert self.memory.lengths[request.memory.row] == request.progress.num_computed + tokens
-            self._check_lanes(request, request.progress.num_computed + tokens)
+            held = tokens + plan.scoring.get(request, 0)
+            assert self.memory.lengths[request.memory.row] == request.progress.num_computed + held
+            self._check_lanes(request, request.progress.num_computed + held)
 
     def _check_lanes(self, request: Request, tokens: int) -> None:
         """Check that no lane exceeds its eviction schedule, and that others hold all tokens."""

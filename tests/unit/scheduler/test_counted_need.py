@@ -26,6 +26,7 @@ from quire.layout.eviction import (
 from quire.layout.layout import layout_for, statistics_used
 from quire.layout.model import LayerSpec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass, PlaneSpec
+from quire.layout.statistics import AttentionMax, ScoringPass
 from quire.scheduler.peaks import need_of
 from quire.scheduler.request import num_rows
 from support.model_specs import small_spec
@@ -141,6 +142,7 @@ STATE = LaneGroup(
     records=1,
 )
 
+SCORED = AttentionMax(of=ScoringPass("again", "", "", "", chunk_tokens=8, overlap=2))
 WINDOWS = [(None,), (None, 8), (None, 3, 12), (None,) * 6, (None, 8) * 5]
 RIVALS = st.tuples(st.integers(1, 50), st.integers(1, 20), st.integers(-1, 1))
 SCHEDULES = (PREFILL_AND_DECODE, PREFILL_END, DECODE, PRESSURE)
@@ -162,15 +164,20 @@ def drawn_options(draw, schedules=SCHEDULES) -> dict:
     beams = width > 1 and draw(st.booleans())
     evicts = codec not in PAGE_CODECS and draw(st.booleans())  # slots of page codecs do not move
     may_offload = len(windows) > 5  # more layers than staging slots
+    eviction = draw(drawn_evictions(schedules)) if evicts else None
+    if eviction is not None and codec == "float32" and draw(st.integers(0, 3)) == 0:
+        # a pass after the prompt; refused with states, offload and tokens in full precision
+        scored = {"when": PREFILL_END, "statistics": (SCORED,)}
+        eviction, may_offload = eviction | scored, False
     return {
         "codec": codec,
         "windows": windows,
         "page_tokens": draw(st.sampled_from([2, 4, 16])),
-        "eviction": draw(drawn_evictions(schedules)) if evicts else None,
+        "eviction": eviction,
         "width": width,
         "beams": beams,
         "offload": may_offload and draw(st.booleans()),
-        "state": draw(st.booleans()),
+        "state": not (eviction and SCORED in eviction["statistics"]) and draw(st.booleans()),
         "chunk_tokens": draw(st.sampled_from([1, 5, 16, 64])),
         "prompt": draw(st.integers(1, 50)),
         "max_tokens": draw(st.integers(1, 20)),
