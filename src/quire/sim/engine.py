@@ -530,7 +530,11 @@ class SimulatedEngine:
         gauges.peak_used_bytes = max(gauges.peak_used_bytes, self.memory.arena_peak_bytes)
         self._ready = [r for r in requests if r.progress.num_computed == _known_tokens(r)]
         self._note_prefill(requests)
-        seconds = self.timer.seconds(new, before, len(self._ready))
+        scored = np.array(
+            [row for request in plan.scored for row in _scoring_rows(request)], dtype=np.int64
+        )
+        rows = np.concatenate([np.stack([new, before], axis=1), scored.reshape(-1, 2)])
+        seconds = self.timer.seconds(rows[:, 0], rows[:, 1], len(self._ready))
         seconds += self.copies.unpaid_s()
         self.hold(seconds)
         self.result.num_steps += 1
@@ -592,6 +596,14 @@ class SimulatedEngine:
         )
         self.result.gauges.add(reading, seconds)
         self.clock.now_s += seconds
+
+
+def _scoring_rows(request: Request) -> list[tuple[int, int]]:
+    """The chunks of a scoring pass: tokens, and tokens before them."""
+    spec, prompt_tokens = request.eviction.spec, len(request.prompt_token_ids)
+    assert spec.scoring is not None, "only called for requests that are scored"
+    chunks = -(-prompt_tokens // spec.scoring.chunk_tokens)
+    return [(spec.scoring_tokens(prompt_tokens) // chunks, prompt_tokens)] * chunks
 
 
 def _known_tokens(request: Request) -> int:

@@ -128,15 +128,15 @@ def make_engine(
         evicting=config.eviction.cap is not None,
     )
     refuse_too_many_rows(layout.groups, config.schedule.num_rows)
-    memory = make_memory(
-        layout,
-        config.kv,
-        [min(r.tokens, config.model.max_positions) for r in trace.requests],
-        config.schedule.num_rows,
-    )
+    evict = cache(config.eviction_of) if config.eviction_of else lambda tokens: config.eviction
+    most = config.model.max_positions
+    lengths = [
+        min(r.tokens, most) + evict(r.prompt_tokens).scoring_slots(r.prompt_tokens)
+        for r in trace.requests
+    ]
+    memory = make_memory(layout, config.kv, lengths, config.schedule.num_rows)
     clock, copies = VirtualClock(), TimedCopies(config.rates.copy_bytes_per_s)
     scheduler = make_scheduler(memory, config, clock, copies, listener)
-    evict = cache(config.eviction_of) if config.eviction_of else lambda tokens: config.eviction
     return SimulatedEngine(trace, scheduler, make_timer(config), clock, copies, evict)
 
 

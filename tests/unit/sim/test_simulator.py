@@ -15,9 +15,10 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
-from quire.layout.eviction import EvictionSpec
+from quire.layout.eviction import PREFILL_END, EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.model import HeadShape, LayerSpec, StateSpec
+from quire.layout.statistics import AttentionMax, ScoringPass
 from quire.scheduler.peaks import Need
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.sim.engine import SimulatedEngine, StepTimer, TimedCopies, VirtualClock, folded_layout
@@ -268,6 +269,25 @@ def test_windows_and_eviction_are_simulated():
 
     assert capped["finished"] == full["finished"] == 4
     assert capped["kv_peak_bytes"] < full["kv_peak_bytes"] / 2
+
+
+def test_scoring_pass_takes_memory_and_time():
+    """A prompt of 300 tokens, repeated in chunks of 200 + 8 and 100 + 8 tokens."""
+    scores = AttentionMax(of=ScoringPass("", "", "", "", chunk_tokens=200, overlap=0))
+    spec = EvictionSpec(cap=64, when=PREFILL_END, statistics=(scores,))
+    load = trace(request(1, 0, 300, 5))
+    scored, plain = (
+        simulate(load, replace(CONFIG, eviction=each, kv=KVConfig(memory="auto")))
+        for each in (spec, replace(spec, statistics=()))
+    )
+
+    new, before = np.array([[300, 158, 158], [0, 300, 300]])
+    timer = make_timer(CONFIG)
+    together, alone = timer.seconds(new, before, 1), timer.seconds(new[:1], before[:1], 1)
+    assert spec.scoring_tokens(300) == 2 * 158
+    assert scored.busy_s - plain.busy_s == pytest.approx(together - alone)
+    assert scored.gauges.peak_used_bytes > plain.gauges.peak_used_bytes
+    assert summarise(scored)["finished"] == 1
 
 
 @pytest.mark.parametrize("mode", ["swap", "hybrid", "auto", "recompute"])
