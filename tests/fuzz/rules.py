@@ -118,7 +118,9 @@ def _draw_budget(rng: random.Random, cap: int) -> str:
     name, made = rng.choice(sorted(registered_budgets().items()))
     options = [f"{f.name}={SMALL[f.name]}" for f in fields(made) if f.name in SMALL]
     if "streaming" in {f.name for f in fields(made)}:
-        options.append("scores=" + rng.choice(("0.9/0.1/0.3/0.2", "0.1/0.9", "0.2x7/0.5")))
+        options.append(
+            "scores=" + rng.choice(("0.9/0.1/0.3/0.2", "0.1/0.2/0.3/0.9", "0.1/0.9", "0.2x7/0.5"))
+        )
     if "caps" in {f.name for f in fields(made)}:
         options.append("caps=" + "/".join([str(cap + 3), str(cap - 3)]))
     return f"({name}:{','.join(options)})" if options else name
