@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 def test_c_gives_the_logits_of_the_gathered_backend(codec, chunk_tokens, model):
     """A value between two codes may be rounded to either: see tests/support/exact_products.py."""
-    kv = {"codec": codec, "enable_prefix_caching": False}
+    kv = {"codec": codec, "enable_prefix_caching": False, "evict_allow": "none"}
     found = [
         run(JOBS, model=model, kv=kv | {"attention": name}, chunk_tokens=chunk_tokens)
         for name in ("native", "gathered")
