@@ -27,7 +27,7 @@ MEASURED_SHARE = 0.75  # fraction of tokens for constants; errors are measured o
 MIN_TOKENS = 64
 LONGEST_SEQUENCE_TOKENS = 2048
 ERROR_QUERIES = 256  # per layer
-STREAMING_SINKS, STREAMING_PARTS = 4, 8  # a streaming head sees so many sinks, and 1 / 8 of a text
+STREAMING_SINKS, STREAMING_PARTS = 4, 8  # a streaming head sees 4 sinks and 1 / 8 of a text
 
 
 @dataclass(frozen=True, slots=True)

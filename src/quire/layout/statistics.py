@@ -70,7 +70,7 @@ class ScoringPass:
         return min(prompt_tokens, self.chunk_tokens) + self._text_tokens(prompt_tokens)
 
     def fitting_chunk(self, slots: int) -> int:
-        """Return the largest `chunk_tokens` of a pass of several chunks in so many slots."""
+        """Return the largest `chunk_tokens` of a pass of several chunks that fits `slots` slots."""
         return slots - self._text_tokens(self.chunk_tokens + 1)
 
     def tokens(self, prompt_tokens: int) -> int:

@@ -36,7 +36,7 @@ from quire.policies.registry import register
 from quire.policies.view import KVView
 from quire.policies.windows import reduce_group
 
-MOST_OFFSET = 1 << 20
+MAX_FUTURE_OFFSET = 1 << 20
 
 
 @register("triattention")
@@ -61,9 +61,9 @@ class TriAttention(SinksAndRecent):
 
     def __post_init__(self) -> None:
         SinksAndRecent.__post_init__(self)
-        if not 1 <= self.max_offset <= MOST_OFFSET:
+        if not 1 <= self.max_offset <= MAX_FUTURE_OFFSET:
             raise ConfigError(
-                f"expected max_offset from 1 to {MOST_OFFSET:,}, got {self.max_offset}"
+                f"expected max_offset from 1 to {MAX_FUTURE_OFFSET:,}, got {self.max_offset}"
             )
         check_reduction(self.heads)
 
