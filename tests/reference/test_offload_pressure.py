@@ -126,3 +126,47 @@ def test_an_offloaded_prompt_evicts_in_the_min_memory_that_admits_it(name):
     assert kinds["offloaded"] > 0
     assert kinds["evicted"] > 0
     assert kinds["preempted"] == 0
+
+
+@pytest.mark.parametrize("shared_tokens", [4, 8, 20])
+def test_a_prompt_fits_alone_also_after_one_whose_offloaded_pages_it_shares(shared_tokens):
+    """The pages of the first prompt were offloaded together, and are freed together."""
+    model, rng = load("llama", times=3), random.Random(1)
+    first, other = ([rng.randrange(2, zoo.VOCAB_SIZE) for _ in range(40)] for _ in range(2))
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    second = GenerationRequest([*first[:shared_tokens], *other], params)
+
+    def engine_of(offload_memory):
+        kv = kv_config(
+            memory=22_000,
+            offload_memory=offload_memory,
+            offload_recompute="off",
+            page_tokens=4,
+            enable_prefix_caching=True,
+        )
+        return Engine(model, kv, ScheduleConfig(chunk_tokens=8))
+
+    def fits(offload_memory):
+        engine = engine_of(offload_memory)
+        try:
+            engine.submit(second)
+        except NeverFits:
+            return False
+        return True
+
+    engine = engine_of(next(filter(fits, range(4_000, 80_000, 1_000))))
+    reasons: list[str] = []
+    engine.events.subscribe(
+        lambda event: reasons.append(event.data["reason"]) if event.kind == "preempted" else None
+    )
+    engine.submit(GenerationRequest(first, params))
+    engine.submit(second)
+
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+        engine.check()
+
+    assert [delta.error for delta in deltas if delta.error] == []
+    assert sum(len(delta.token_ids) for delta in deltas) == 2 * params.max_tokens
+    assert reasons == ["its cached prefix leaves no pages"]

@@ -33,6 +33,10 @@ class KVOffloader(Protocol):
         """Reduce a request to one staging slot and offload as many of its pages as possible."""
         ...
 
+    def holds_unused(self, request: Request) -> bool:
+        """Whether pages that were offloaded with those of a request occupy memory without use."""
+        ...
+
 
 @runtime_checkable
 class PrefixLoads(Protocol):

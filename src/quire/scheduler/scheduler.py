@@ -449,7 +449,8 @@ class Scheduler:
         4  its swapped tail, which does not fit beside its head, is freed; it is recomputed
         5  its earlier evictions under pressure are not repeated, but decided again
         6  other members of its group are split off
-        7  its cached prefix, which it holds in all layers at once, is freed and computed again
+        7  its cached prefix, which it holds in all layers at once or which keeps other pages in
+           offload memory, is freed and computed again
         8  it fails; other requests are unaffected
 
         The first request is the first by `Request.order`, regardless of tenants' shares. Shares
@@ -477,7 +478,11 @@ class Scheduler:
                 self._plan_first(plan, first)
         while not plan.requests and self._forks.split_off(first):
             self._plan_first(plan, first)
-        if not plan.requests and self._is_by_layer(first) and first.progress.num_computed:
+        offloader = self.sequence_memory.prefix_offloader
+        frees = self._is_by_layer(first) or (
+            offloader is not None and offloader.holds_unused(first)
+        )
+        if not plan.requests and frees and first.progress.num_computed:
             self.lifecycle.preempt(first, "its cached prefix leaves no pages", recompute=True)
             self.sequence_memory.drop_cached()
             self._plan_prefill(plan, self.config.max_num_batched_tokens)

@@ -86,6 +86,15 @@ class PrefixOffloader:
             self._prefixes.restage(request.memory.row, 1)
         self._prefixes.restage(request.memory.row, 1, pack=True)
 
+    def holds_unused(self, request: Request) -> bool:
+        """Whether pages that were offloaded with those of a request occupy memory without use.
+
+        Pages that were offloaded together are freed together. A request that started from a
+        prefix of them keeps all in offload memory.
+        """
+        held = self._prefixes.page_groups(request.memory.row)
+        return sum(h.columns for h in held) < sum(h.columns for h in {h.host for h in held})
+
     def _movable(self) -> list[Request]:
         return [
             request
