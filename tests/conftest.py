@@ -15,6 +15,8 @@ Steps of the four state machines (memory with forks, tiers, prefix index, schedu
 import atexit
 import gc
 import os
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
 from pathlib import Path
@@ -104,6 +106,43 @@ def _after_a_restart(test: Callable[..., None]) -> Callable[..., None]:
 
     restarted.restarts_sampling = True
     return restarted
+
+
+MIN_CASES, SAMPLED_SHARE = 4, 5  # of a table: at least 4 cases, else a fifth
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by `-m`
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark most cases of large tables as slow: `make test` runs a sample, `make test-all` all.
+
+    Tests that are named on the command line run whole without `-m "not slow"`.
+    """
+    tables: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            tables[item.nodeid.partition("[")[0]].append(item)
+    for cases in tables.values():
+        for item in _cases_beyond_sample(cases):
+            item.add_marker("slow")
+
+
+def _cases_beyond_sample(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases of a table that `make test` leaves to `make test-all`.
+
+    The sample has every value of each axis, as far as its size allows, and is the same each time.
+    """
+    left = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
+    seen: set[tuple[int, str]] = set()
+    for _ in range(min(len(left), max(MIN_CASES, -(-len(left) // SAMPLED_SHARE)))):
+        best = max(left, key=lambda item: len(_values(item) - seen))
+        seen |= _values(best)
+        left.remove(best)
+    return left
+
+
+def _values(item: pytest.Item) -> set[tuple[int, str]]:
+    call = getattr(item, "callspec", None)
+    return set() if call is None else set(enumerate(call.id.split("-")))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -53,6 +53,7 @@ def without_timings(output: tuple[object, ...]) -> tuple[object, ...]:
     return name, text, reason, tokens, error
 
 
+@pytest.mark.slow
 def test_batch_killed_at_any_time_writes_every_result_once(tmp_path: Path):
     rng = random.Random(2026)
     model = zoo.save("llama", tmp_path / "model")

@@ -27,6 +27,7 @@ def demo_result():
     return CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
+@pytest.mark.slow
 def test_demo_outputs_equal_transformers(demo_result):
     claims = last_json(demo_result)["claims"]
 
@@ -116,6 +117,7 @@ def test_different_output_is_detected():
     assert not compare_with_generate("quire-tiny", [correct, wrong]).passed
 
 
+@pytest.mark.slow
 def test_doctor_passes_on_a_healthy_machine(quire):
     result = quire("doctor", "--json")
 

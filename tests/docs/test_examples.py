@@ -34,6 +34,7 @@ def test_own_model(run) -> None:
     assert "of 67,108,864 B of KV memory in use" in printed
 
 
+@pytest.mark.slow
 def test_serve_openai(run) -> None:
     printed = run("serve_openai.py")
 
@@ -72,6 +73,7 @@ def test_offline_batch(run) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_plan_memory(run) -> None:
     printed = run("plan_memory.py", "quire-tiny", "64MiB", "1024").splitlines()[1:]
     requests = [int(line.split()[-2].replace(",", "")) for line in printed]

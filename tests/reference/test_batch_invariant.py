@@ -60,6 +60,7 @@ def test_no_batch_changes_a_bit_in_another_type(architecture, dtype):
     check(model_of(architecture, dtype), range(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture",
     [

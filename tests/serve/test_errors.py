@@ -128,6 +128,7 @@ def test_invalid_completion_is_refused(post, options, param, message):
     assert message in error["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("endpoint", "body"),
     [

@@ -181,6 +181,7 @@ class Server(Program):
         self.close()
 
 
+@pytest.mark.slow
 def test_dead_engine_ends_the_process_with_an_error():
     body = LONG | {"prompt": "Once upon a time", "max_tokens": 400}
     with Server(dies=True) as server:

@@ -28,7 +28,7 @@ from beartype import beartype
 from beartype._check.code import codemain
 
 BIND = jaxtyping.jaxtyped
-FIRST = 4  # checked calls, or definitions in a function, from one restart to the next
+FIRST = 2  # checked calls, or definitions in a function, from one restart to the next
 CLOCK = "quire.scheduler.scheduler.Scheduler.schedule"  # called in every step, and always checked
 COMPILED = "quire.kernels.triton.device"  # Triton reads the arguments and code of functions
 SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

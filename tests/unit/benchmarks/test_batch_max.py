@@ -316,6 +316,7 @@ def test_judge_grades_batches_up_to_the_end_token(model: LoadedModel):
 # ---- the command ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_command_prints_claims_and_repeats(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     pytest.importorskip("matplotlib")
     small = BatchMaxConfig(

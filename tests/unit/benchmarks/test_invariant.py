@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
@@ -48,6 +49,7 @@ def test_command_runs_both_arms():
     assert {one["arm"] for one in run["arms"]["rounds"]} == {PLAIN, INVARIANT}
 
 
+@pytest.mark.slow
 def test_command_compares_answers_with_those_in_ample_memory():
     """Swapped sequences are restored byte for byte, and in steps like the others'."""
     result = CliRunner().invoke(app, ["differences", "--quick", "--threads", "1", "--json"])

@@ -14,6 +14,7 @@ interpreted("backend")
 LENGTHS = (2, 6, 4, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kv",
     [{}, {"codec": "int8"}, *({"evict": f"{rule}:cap=8"} for rule in ("recent", "h2o", "tova"))],

@@ -92,6 +92,7 @@ def test_missing_harness_is_explained():
     assert not hasattr(ours, "other")
 
 
+@pytest.mark.slow
 def test_evaluations_import_no_harness():
     code = (
         "import sys, quire.cli.evaluate, quire.evals.suite.runner, quire.evals.lm_eval;"

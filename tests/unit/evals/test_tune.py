@@ -206,6 +206,7 @@ def data(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_goes_on_with_the_same_result(tmp_path, data, capsys):
     whole = run(tmp_path, "--data", str(data))
     scores = tmp_path / "out" / "scores.jsonl"
@@ -265,6 +266,7 @@ def search_with_rule(folder, data, *options):
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
 
 
+@pytest.mark.slow
 def test_a_rule_that_raises_is_refused_and_the_others_are_compared(tmp_path, data):
     ended = search_with_rule(tmp_path, data, "--rules", "full;raises;recent")
 
@@ -276,6 +278,7 @@ def test_a_rule_that_raises_is_refused_and_the_others_are_compared(tmp_path, dat
     assert "raises" not in str(found["arms"]["chosen"])
 
 
+@pytest.mark.slow
 def test_a_search_whose_rules_all_raise_says_so(tmp_path, data):
     ended = search_with_rule(tmp_path, data, "--rules", "full;raises", "--codecs", "none")
 
@@ -300,6 +303,7 @@ def test_the_result_holds_more_requests_and_its_file_is_a_configuration(tmp_path
     assert used.exit_code == 0, used.output
 
 
+@pytest.mark.slow
 def test_the_file_has_the_dtype_and_the_page_size_of_the_search(tmp_path, data):
     given = ("--data", str(data), "--dtype", "float32", "--block-size", "32", "--no-measure")
 

@@ -57,6 +57,7 @@ def run_without_interpreter(source):
     ).stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_an_engine_on_a_cpu_imports_nothing_of_triton():
     """PyTorch's compiler imports Triton if it is installed; Quire does not."""
     assert run_without_interpreter(IMPORTS) == "False ['quire.kernels.triton.hardware']"
@@ -76,6 +77,7 @@ def test_triton_on_a_cpu_is_refused_outside_of_the_interpreter(monkeypatch):
         select_backend("triton", CPU, **OPTIONS)
 
 
+@pytest.mark.slow
 def test_triton_is_selected_in_the_interpreter():
     choice = select_backend("triton", CPU, **OPTIONS)
 
@@ -166,6 +168,7 @@ def test_right_kernels_pass_their_test(dtype, dims):
     assert self_test.first_wrong(triton_backend(), CPU, dtype, dims) is None
 
 
+@pytest.mark.slow
 def test_the_test_of_the_kernels_runs_whole_and_split_rows(monkeypatch):
     """With and without softcap and sinks; rows have several tiles up to 128 elements."""
     calls = []

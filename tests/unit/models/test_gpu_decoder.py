@@ -205,6 +205,7 @@ def test_engines_give_the_tokens_of_the_modules(kv, monkeypatch):
         assert stats.replayed > 2 or "h2o" in kv.get("evict", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kv",
     [

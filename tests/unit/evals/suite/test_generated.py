@@ -219,6 +219,7 @@ def test_a_rule_that_evicts_nearly_all_tokens_changes_the_probabilities_of_a_tex
             assert same == better
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["prefill_end", "prefill_and_decode", "decode"])
 @pytest.mark.parametrize("name", ["retold", "summary"])
 def test_rules_that_share_a_prefill_get_the_scores_of_their_own(name, when):
