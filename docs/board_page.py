@@ -1,11 +1,9 @@
-"""Copy the leaderboards of quire-tiny to the documents.
+"""Copy the leaderboard to the documents.
 
     bash runs/board.sh                          writes out/board
     bash runs/kvpress.sh                        writes out/kvpress
-    bash runs/redundant.sh                      writes out/redundant
     python -m docs.board_page out/board --kvpress out/kvpress
                                                 writes docs/board-measured.md, chart and rows
-    python -m docs.board_page out/redundant     writes docs/redundant-measured.md, chart and rows
 
 Further words are added to the line about the machine. A file such as docs/results/board.json can
 be named instead of a folder: the rows of kvpress are then replaced, and all others stay.
@@ -25,10 +23,9 @@ from quire.evals.board.result import BoardResult
 from quire.evals.suite.registry import task_of
 
 DOCS = Path(__file__).resolve().parent
-HEADINGS = {
-    "board": "Leaderboard of eviction rules and codecs, measured with quire-tiny",
-    "redundant": "Eviction rules on tasks with redundancy, measured with quire-tiny",
-}
+NAME = "board"
+HEADING = "Leaderboard of eviction rules and codecs, measured with"
+MODELS = {"smollm2": "SmolLM2-135M-Instruct"}
 
 
 def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
@@ -38,17 +35,21 @@ def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
     parser.add_argument("note", nargs="*", help="words about the machine")
     parser.add_argument("--kvpress", type=Path, help="folder of the benchmark kvpress, or its file")
     chosen = parser.parse_intermixed_args(arguments)
-    name, run = chosen.run.stem, read(chosen.run, "board.json")
+    run = read(chosen.run, "board.json")
     if chosen.kvpress is not None:
         run = with_kvpress(run, read(chosen.kvpress, "kvpress.json"))
     result = BoardResult.stored(run)
     presses = run["arms"].get("presses")
-    section = [] if presses is None else press_lines(result.rows, PressRun(**presses))
-    text = pages.page(result, run["config"]["model"], has_chart=True, section=list(section))
+    confirmed = [BoardResult.stored(each) for each in run["arms"].get("confirmed", ())]
+    section = [
+        *(pages.confirmed_lines(confirmed) if confirmed else ()),
+        *([] if presses is None else press_lines(result.rows, PressRun(**presses))),
+    ]
+    text = pages.page(result, run["config"]["model"], has_chart=True, section=section)
     files = {
-        f"{name}-measured.md": page(text, run, name, " ".join(chosen.note)).encode(),
-        f"images/{name}.svg": pages.chart(result),
-        f"results/{name}.json": (json.dumps(run, indent=1) + "\n").encode(),
+        f"{NAME}-measured.md": page(text, run, " ".join(chosen.note)).encode(),
+        f"images/{NAME}.svg": pages.chart(result),
+        f"results/{NAME}.json": (json.dumps(run, indent=1) + "\n").encode(),
     }
     write_files(docs, files)
 
@@ -77,21 +78,22 @@ def with_kvpress(run: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def page(text: str, run: Mapping[str, Any], name: str, note: str = "") -> str:
+def page(text: str, run: Mapping[str, Any], note: str = "") -> str:
     """The page of a run under its own heading, with the command and the machine."""
     _, _, rest = text.partition("\n")
     config, hardware = run["config"], run["hardware"]
     made = (
-        f"`bash runs/{name}.sh` ([guide](guides/evaluate.md#leaderboard)), "
+        f"`bash runs/{NAME}.sh` ([guide](guides/evaluate.md#leaderboard)), "
         f"commit {run['commit'][:7]}, "
         f"torch {run['versions']['torch']}, {hardware['cpu']}, {hardware['cores']} cores, "
         f"{config['loading']['dtype']}, {config['kv']['memory']:,} B of KV memory. "
         f"{_kvpress_text(run)}{note}"
     )
-    rest = rest.replace(f"]({pages.CHART_FILE})", f"](images/{name}.svg)")
+    rest = rest.replace(f"]({pages.CHART_FILE})", f"](images/{NAME}.svg)")
     tasks = (f"`{one}` ({task_of(one).summary})" for one in config["tasks"])
     about = f"[Tasks](guides/evaluate.md): {'; '.join(tasks)}."
-    return f"# {HEADINGS[name]}\n\n{made.rstrip()}\n\n{about}\n{rest}"
+    model = MODELS.get(config["model"], config["model"])
+    return f"# {HEADING} {model}\n\n{made.rstrip()}\n\n{about}\n{rest}"
 
 
 def _kvpress_text(run: Mapping[str, Any]) -> str:

@@ -87,7 +87,7 @@ def test_the_documents_get_page_chart_and_rows(quire, tmp_path):
     board_page.main([str(out)], docs)
 
     page = (docs / "board-measured.md").read_text(encoding="utf-8")
-    assert page.startswith(f"# {board_page.HEADINGS['board']}\n\n`bash runs/board.sh`")
+    assert page.startswith(f"# {board_page.HEADING} quire-tiny\n\n`bash runs/board.sh`")
     assert "8,388,608 B of KV memory" in page
     assert "](images/board.svg)" in page
     assert (docs / "images" / "board.svg").read_bytes() == (out / "board.svg").read_bytes()

@@ -21,6 +21,7 @@ from quire.eviction.eviction import PolicyEvictor
 from quire.eviction.eviction_rules import without_numbers
 from quire.layout.eviction import EvictionSpec
 from quire.models.loader import LoadedModel
+from quire.policies import recommended
 from quire.policies.registry import policy_of, registered
 from quire.scheduler.peaks import need_of
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -826,3 +827,35 @@ def test_prompt_whose_hidden_states_exceed_the_memory_is_refused(monkeypatch):
 
     with pytest.raises(RequestError, match=r"110 prompt tokens .* hold 21,120 B of hidden states"):
         engine.submit(GenerationRequest(PROMPT, greedy(4)))
+
+
+@pytest.mark.parametrize(
+    ("rules", "chosen"),
+    [
+        (("recent:budget=(duo:scores=smollm2)", "keydiff"), "keydiff"),  # other KV heads
+        (("streaming", "keydiff"), "streaming"),
+        (("h2o:budget=lots", "tova", "keydiff"), "tova"),  # not a budget
+        (("kvzip", "keydiff"), "keydiff"),  # no pass while the prompt is evicted
+    ],
+)
+def test_auto_is_the_first_recommended_rule_that_the_engine_serves(monkeypatch, rules, chosen):
+    monkeypatch.setattr(recommended, "RECOMMENDED", ((1.0, rules),))
+    text = f"{BLOCKS},when=prefill_and_decode"
+    model = load("llama")
+    prompts = make_prompts(3, 60, seed=1)
+
+    def outputs(evict):
+        engine = Engine(model, KVConfig(memory="1MiB", evict=evict))
+        for prompt in prompts:
+            engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS)))
+        deltas = []
+        while engine.has_work:
+            deltas += engine.step()
+        return engine.pool.rules.default.text, [(d.request_id, d.token_ids) for d in deltas]
+
+    assert outputs(f"auto:{text}") == outputs(f"{chosen}:{text}")
+    engine = Engine(model, KVConfig(memory="1MiB", evict="full", evict_allow="tova; keydiff"))
+    name = "tova" if "tova" in rules else "keydiff"
+    request = GenerationRequest([5] * 40, greedy(2), evict=f"auto:{text}")
+    engine.submit(request)
+    assert engine.requests()[0].spec.evict == f"{name}:{text}"

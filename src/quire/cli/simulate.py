@@ -182,11 +182,14 @@ def _eviction(settings: Settings, model: "ModelSpec") -> Callable[[int], Evictio
         refuse_excluded(codec, Storing(form=read_format(codec)))
         return lambda tokens: KEEP_ALL
     # imports torch, which `full` does not need
-    from quire.eviction.eviction_rules import EvictionRules
+    from quire.eviction.eviction_rules import EvictionRules, first_served
 
     page_tokens = settings.kv.page_tokens
-    rules = EvictionRules(
-        settings.kv.evict, "none", model=model, page_tokens=page_tokens, codec=codec
+    rules = first_served(
+        settings.kv.evict,
+        lambda evict: EvictionRules(
+            evict, "none", model=model, page_tokens=page_tokens, codec=codec
+        ),
     )
     rule = rules.default
     lanes = rules.lanes_of(rule)

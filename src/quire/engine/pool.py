@@ -19,6 +19,7 @@ from quire.eviction.eviction_rules import (
     Provided,
     check_chunk_size,
     check_pre_rope,
+    first_served,
     unless_scored,
 )
 from quire.kernels.backend import AttentionBackend
@@ -212,18 +213,22 @@ def _make_rules(
 ) -> EvictionRules:
     load_policy_file(config.policy_file)  # an engine of another rank or without an `LLM`
     prepare = unless_scored(model.decoder.prepare, _why_no_scoring(model, config, codec))
-    rules = EvictionRules(
+    provided = Provided(
+        exact_statistics(prepare) if schedule.batch_invariant else prepare,
+        _why_no_pre_rope(model, config, schedule),
+        model.decoder.output_projections,
+    )
+    rules = first_served(
         config.evict,
-        config.evict_allow,
-        model=model.spec,
-        page_tokens=config.page_tokens,
-        codec=codec,
-        provided=Provided(
-            exact_statistics(prepare) if schedule.batch_invariant else prepare,
-            _why_no_pre_rope(model, config, schedule),
-            model.decoder.output_projections,
+        lambda evict: EvictionRules(
+            evict,
+            config.evict_allow,
+            model=model.spec,
+            page_tokens=config.page_tokens,
+            codec=codec,
+            provided=provided,
+            ranks=model.group.size,
         ),
-        ranks=model.group.size,
     )
     if schedule.batch_invariant:
         refuse_pressure(rules.default)

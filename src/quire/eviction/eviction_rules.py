@@ -7,6 +7,7 @@ rules of `KVConfig.evict_allow`, or the default rule with other option values.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, cast
@@ -27,6 +28,7 @@ from quire.policies.budgets.base import Budget
 from quire.policies.budgets.duo import read_scores
 from quire.policies.eviction import PAGE, TOKEN, Eviction, EvictionRule, LaneShape, make_eviction
 from quire.policies.options import without_parentheses
+from quire.policies.recommended import candidates
 from quire.policies.registry import (
     FULL,
     SCHEDULE_OPTIONS,
@@ -229,6 +231,25 @@ def unless_scored(
     return reason
 
 
+def first_served(evict: str, rules_of: "Callable[[str], EvictionRules]") -> "EvictionRules":
+    """Return the rules of an engine whose default rule is the first that `evict` may mean.
+
+    Args:
+        evict: as in `KVConfig.evict`.
+        rules_of: returns the rules of an engine with a default rule.
+
+    Raises:
+        ConfigError, UnsoundCombination: see `EvictionRules`; for `auto`, of its last rule.
+    """
+    *better, last = candidates(evict)
+    for text in better:
+        with suppress(ConfigError):
+            rules = rules_of(text)
+            rules.resolve_default(rules.model.max_positions)  # scores of KV heads fit the model
+            return rules
+    return rules_of(last)
+
+
 class EvictionRules:
     """Resolves the rule of a request to an eviction with numbers.
 
@@ -345,6 +366,10 @@ class EvictionRules:
         if text is None:
             return self.default
         try:
+            *better, text = candidates(text)
+            for candidate in better:
+                with suppress(RequestError):
+                    return self.rule(candidate)
             rule = make_eviction(text)
         except ConfigError as error:
             self._require_named(text.partition(":")[0])  # other options would not help

@@ -31,6 +31,7 @@ from quire.policies.base import LAYER, EvictionPolicy, ScorePolicy
 from quire.policies.budgets.base import Budget, Shape
 from quire.policies.budgets.uniform import Uniform
 from quire.policies.options import without_parentheses
+from quire.policies.recommended import candidates
 from quire.policies.registry import FULL, SCHEDULE_OPTIONS, make_budget, policy_of
 from quire.policies.view import KVView
 
@@ -289,6 +290,8 @@ class EvictionRule:
 def make_eviction(text: str) -> EvictionRule:
     """Parse an `--evict` text.
 
+    Without a model, `auto` is the recommended rule that fits all models.
+
     Raises:
         UnknownName: the policy, the budget, the schedule or an option is not known; lists the
             nearest names.
@@ -297,6 +300,7 @@ def make_eviction(text: str) -> EvictionRule:
         UnsoundCombination: components exclude each other; the message states the reason and an
             alternative.
     """
+    *_, text = candidates(text)
     parsed = parse_policy(text)
     if parsed.name == FULL:
         if parsed.options:

@@ -27,7 +27,7 @@ from quire.policies.budgets.base import Budget
 from quire.policies.budgets.uniform import Uniform
 from quire.policies.options import Nested, check_options, make_with_options
 
-FULL = "full"
+FULL, AUTO = "full", "auto"
 SCHEDULE_OPTIONS = ("cap", "every", "when", "budget", "granularity", "chunk_tokens")
 _BY_FILE = "of your own: --policy-file FILE, in Python policy_file=FILE"
 RULE_BY_FILE, _BUDGET_BY_FILE = f"a rule {_BY_FILE}", f"a budget {_BY_FILE}"
@@ -47,7 +47,7 @@ def register(name: str) -> Callable[[type[P]], type[P]]:
     """
 
     def put(policy: type[P]) -> type[P]:
-        if name in (FULL, *_POLICIES) and _POLICIES.get(name) is not policy:
+        if name in (FULL, AUTO, *_POLICIES) and _POLICIES.get(name) is not policy:
             raise ConfigError(f"two policies are called {name!r}; rename one")
         check_options(f"policy {name!r}", policy, taken=SCHEDULE_OPTIONS, nested=_nested())
         _POLICIES[name] = policy

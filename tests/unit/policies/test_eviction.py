@@ -161,6 +161,9 @@ def test_full_evicts_nothing() -> None:
             ConfigError,
             "cap of 'h2o:cap=9' cannot be set inside",
         ),
+        ("auto", ConfigError, "'auto' needs a cap, such as cap=50%"),
+        ("auto:cap=50%,sinks=4", ConfigError, "takes cap, when, every and granularity; got sinks"),
+        ("auto:cap=50%,budget=ada", ConfigError, "got budget in 'auto:cap=50%,budget=ada'"),
         ("recent:cap=99,sinks=" + "1" * MAX_CHARACTERS, ConfigError, "at most 1000 characters"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire.eviction.eviction_rules import EvictionRules
+from quire.eviction.eviction_rules import EvictionRules, first_served
 from quire.kv.memory import KVMemory
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.layout.layout import layout_for
@@ -32,7 +32,10 @@ def predicted_rows(
     new_tokens: int,
 ) -> PredictedRows:
     """Count the rows of a codec and an eviction rule."""
-    rules = EvictionRules(evict, "none", model=model, page_tokens=page_tokens, codec=codec)
+    rules = first_served(
+        evict,
+        lambda text: EvictionRules(text, "none", model=model, page_tokens=page_tokens, codec=codec),
+    )
     tokens = prompt_tokens + new_tokens - 1  # the last token is never computed
     eviction = rules.default.for_request(prompt_tokens, rules.lanes_of(rules.default))
     spec = eviction.spec
