@@ -22,6 +22,7 @@ RULES = {
     "rkv": ("rkv:window=4", "redundancy"),
     "kvcrush": ("kvcrush:base=(h2o:recent=3),share=0.5", "representatives, around another rule"),
     "kmeans": ("kmeans:share=0.5", "representatives by k-means"),
+    "kvzip": ("kvzip:chunk=16", "a scoring pass after the prompt"),
 }
 OTHER_FORMS = {
     "random": ("random:scope=lane",),
