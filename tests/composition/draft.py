@@ -32,6 +32,7 @@ class Draft:
         rule: name and own options of the eviction rule; None: no token is evicted.
         evicts: a schedule, a granularity or a budget needs a rule.
         when, granularity, budget: parts of the eviction's text.
+        rule_when: the only schedule of the rule; "": it has several.
         default_when: schedule if none is set.
         vary: values of fields that are tried one after the other, until every feature has acted.
         codec, window, promoted, plain_layers: parts of the codec's text.
@@ -55,6 +56,7 @@ class Draft:
     rule: str | None = None
     evicts: bool = False
     when: str = ""
+    rule_when: str = ""
     default_when: str = "prefill_and_decode"
     vary: dict[str, tuple[object, ...]] = field(default_factory=dict)
     granularity: str = "token"
@@ -149,7 +151,9 @@ class Draft:
     @property
     def cap(self) -> int:
         """Cap of the requests, in tokens; a prompt ends inside a page, which a fork copies."""
-        return CAP + LARGER * self._has_larger_cap + 2 * (self.when == "prefill_end")
+        return (
+            CAP + LARGER * self._has_larger_cap + 2 * ("prefill_end" in (self.when, self.rule_when))
+        )
 
     @property
     def _has_larger_cap(self) -> bool:
@@ -165,7 +169,11 @@ class Draft:
         rule = rule or self.rule or next(iter(self.allowed), None)
         if rule in (None, "full"):
             return "full"
-        options = [f"cap={self.cap}", f"every={EVERY}", f"when={self.when or self.default_when}"]
+        options = [
+            f"cap={self.cap}",
+            f"every={EVERY}",
+            f"when={self.when or self.rule_when or self.default_when}",
+        ]
         if self.granularity != "token":
             options += [f"granularity={self.granularity}", "chunk_tokens=2"]
         if self.budget:

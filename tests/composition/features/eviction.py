@@ -24,6 +24,7 @@ RULES = {
     "kmeans": ("kmeans:share=0.5", "representatives by k-means"),
     "kvzip": ("kvzip:chunk=16", "a scoring pass after the prompt"),
 }
+WHEN = {"kvzip": "prefill_end"}  # the only schedule of a rule
 OTHER_FORMS = {
     "random": ("random:scope=lane",),
     "tova": ("tova:scope=lane",),
@@ -117,7 +118,7 @@ FEATURES = (
             name=name,
             group="eviction rule",
             option=f"`--evict {text}`: {basis}",
-            draw=setting(rule=text, vary=_forms(name, text)),
+            draw=setting(rule=text, vary=_forms(name, text), rule_when=WHEN.get(name, "")),
             acted=lambda ran: ran.evicted,
             alone_in="rule",
         )
