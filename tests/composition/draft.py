@@ -169,11 +169,8 @@ class Draft:
         rule = rule or self.rule or next(iter(self.allowed), None)
         if rule in (None, "full"):
             return "full"
-        options = [
-            f"cap={self.cap}",
-            f"every={EVERY}",
-            f"when={self.when or self.rule_when or self.default_when}",
-        ]
+        when = self.when or self.rule_when or self.default_when
+        options = [f"cap={self.cap}", f"every={EVERY}", f"when={when}"]
         if self.granularity != "token":
             options += [f"granularity={self.granularity}", "chunk_tokens=2"]
         if self.budget:
