@@ -290,17 +290,18 @@ class Fairness:
         }
         return max(1, int(budget * weights[request.tenant] / sum(weights.values())))
 
-    def charge_prefill(self, request: Request, tokens: int) -> None:
+    def charge_prefill(self, request: Request, tokens: int, *, scoring_tokens: int = 0) -> None:
         """Charge the tenant for a planned chunk; recomputed tokens are not charged again.
 
-        Tokens found in a prefix cache since the last chunk are charged too, at their own price.
+        Tokens found in a prefix cache since the last chunk are charged too, at their own price,
+        and those of a scoring pass after the chunk as prompt tokens.
         """
         self._charge_cached(request)
         end = request.progress.num_computed + tokens
         start = max(request.progress.charged_tokens, request.progress.num_computed)
         if end > start:
             request.progress.charged_tokens = end
-            self.waiting.charge(request.tenant, prompt_tokens=end - start)
+            self.waiting.charge(request.tenant, prompt_tokens=end - start + scoring_tokens)
             of_prompt = min(end, len(request.prompt_token_ids)) - start
             self.meter.served(request.tenant, prompt_tokens=max(0, of_prompt))
 

@@ -277,7 +277,7 @@ class Scheduler:
             if not self._is_atomic(request):
                 fraction = self.fairness.step_part(request, queue, fraction)
             tokens = self._chunk(plan, request, min(budget, fraction))
-            budget -= tokens
+            budget -= tokens + plan.scoring_tokens(request)
             if not (tokens or self._waits_for_prefix(request)):
                 plan.unserved = request
         plan.is_full = True
@@ -348,7 +348,8 @@ class Scheduler:
         return fits or len(plan.requests) == plan.num_decoding
 
     def _add_chunk(self, plan: StepPlan, request: Request, tokens: int) -> None:
-        self.fairness.charge_prefill(request, tokens)
+        scoring_tokens = plan.scoring_tokens(request)
+        self.fairness.charge_prefill(request, tokens, scoring_tokens=scoring_tokens)
         kv_bytes = self.memory.row_bytes(request.memory.row)
         self.sequence_memory.events.emit("chunk", request, tokens=tokens, kv_bytes=kv_bytes)
         plan.add(request, tokens)

@@ -70,6 +70,12 @@ class StepPlan:
         """The requests whose prompt is followed by a scoring pass."""
         return [*self.scoring, *(() if self.by_layer is None else self.by_layer.scoring)]
 
+    def scoring_tokens(self, request: Request) -> int:
+        """Tokens of the scoring pass of a request in this step."""
+        if request not in self.scored:
+            return 0
+        return request.eviction.spec.scoring_tokens(len(request.prompt_token_ids))
+
     @property
     def num_scored(self) -> int:
         """Number of tokens of prompts with log-probabilities, whose logits are all needed."""

@@ -2,9 +2,13 @@
 
 import hashlib
 
+import pytest
+
 from quire.config.sampling_params import SamplingParams
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
+from quire.layout.eviction import KEEP_ALL, PREFILL_END, EvictionSpec
+from quire.layout.statistics import AttentionMax, ScoringPass
 from quire.scheduler import fairness as fairness_module
 from quire.scheduler.fairness import FORGET_FROM, OTHERS
 from quire.scheduler.request import Request
@@ -70,6 +74,35 @@ def test_recomputed_output_tokens_are_charged_once():
     assert request.progress.num_computed == 6 + 4
     assert before.prompt_tokens == after.prompt_tokens == 6
     assert service.scheduler.waiting.virtual_time("a") == paid + 1
+
+
+@pytest.mark.parametrize("chunk_tokens", [10, 20])
+def test_scoring_pass_is_charged_and_counts_in_the_step(chunk_tokens):
+    """The pass takes a part of the step, and is paid as prompt tokens."""
+    scores = AttentionMax(of=ScoringPass("", "", "", "", chunk_tokens=chunk_tokens, overlap=1))
+    spec = EvictionSpec(cap=10, when=PREFILL_END, statistics=(scores,))
+    layout = make_layout(PAGE_TOKENS, None, evicting=True)
+    memory = KVMemory(layout, 400 * layout.smallest_sequence_bytes, 8)
+    config = ScheduleConfig(tenants="a;b", max_num_batched_tokens=100)
+    scheduler = scheduler_of(config, SequenceMemory(memory), by_layer=False)
+    for number, (tenant, tokens) in enumerate({"a": 20, "b": 90}.items()):
+        scheduler.submit(
+            make_request(
+                request_id=tenant,
+                prompt_token_ids=list(range(tokens)),
+                arrival=number,
+                tenant=tenant,
+                eviction=spec if tenant == "a" else KEEP_ALL,
+            )
+        )
+
+    plan = scheduler.schedule()
+
+    computed = spec.scoring_tokens(20)
+    assert [r.tenant for r in plan.requests] == ["a", "b"]
+    assert sum(plan.tokens) + computed == config.max_num_batched_tokens
+    paid = {tenant: scheduler.waiting.virtual_time(tenant) for tenant in "ab"}
+    assert paid["a"] / paid["b"] == (20 + computed) / plan.tokens[1]
 
 
 def test_cached_prompt_tokens_count_once_after_a_preemption():
