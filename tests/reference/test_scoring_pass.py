@@ -1,9 +1,11 @@
 """KVzip against Transformers: the prompt is repeated, its tokens are scored and evicted once."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from quire import LLM, KVConfig, SamplingParams, ScheduleConfig
 from quire.config.generation_request import GenerationRequest
@@ -14,6 +16,7 @@ from quire.layout.packaged import SMOLLM2
 from quire.models.loader import LoadedModel
 from quire.policies.kvzip import KVzip
 from quire.scheduler.peaks import Need
+from quire.scheduler.step import StepSize
 from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import NEW_TOKENS, run
 from support import zoo
@@ -288,19 +291,65 @@ def test_a_cache_in_transformers_is_refused():
         QuireCache(zoo.build("llama"), policy=RULE, when="prefill_end")
 
 
-def test_a_prompt_whose_repetition_exceeds_the_context_is_refused_with_a_chunk_that_fits():
-    engine = engine_of(load("llama"), "kvzip:cap=50%", evict_allow="all")
-    prompt = [5] * (zoo.MAX_POSITIONS - 100)
-    with pytest.raises(RequestError, match=r"leave 100 of the .* or lower chunk= to (\d+)$") as why:
+def test_frequencies_of_long_rope_are_those_of_the_last_position_of_the_pass():
+    """Prompt and output within the 24 positions of the short frequencies, the pass beyond."""
+    engine = engine_of(load("phi3_longrope"), "kvzip:cap=50%", evict_allow="all")
+    assert engine.model.decoder.rope_variant(24) == 0
+    for tokens, evict in ((20, None), (20, "snapkv:cap=50%"), (12, None)):
+        engine.submit(GenerationRequest(PROMPTS["long"][:tokens], greedy(4), evict=evict))
+    assert [request.spec.rope_variant for request in engine.requests()] == [1, 0, 0]
+
+
+TEXT_TOKENS = len("\n\nRepeat the part of the previous context that starts with") + 8 + 1 + 8
+
+
+def test_a_chunk_is_what_the_context_has_left(monkeypatch):
+    """Up to 16 chunks, which are few enough to be small."""
+    engine, requests = engine_of(load("llama"), "kvzip:cap=50%"), []
+    learned: list[int] = []
+    monkeypatch.setattr(StepSize, "learn", lambda self, tokens: learned.append(tokens))
+    for chunk in (120, 30):
+        prompt = [5] * (zoo.MAX_POSITIONS - TEXT_TOKENS - chunk)
+        engine.submit(GenerationRequest(prompt, greedy(4), request_id=str(chunk)))
+        requests.append(request := engine.requests()[-1])
+        assert {len(ids) for ids in request.spec.scoring_token_ids[1:-1]} == {chunk + 8}
+        assert request.eviction.spec.scoring.chunk_tokens == chunk
+    found = outputs(engine)
+    passes = (sum(map(len, request.spec.scoring_token_ids)) for request in requests)
+    computed = sum(len(request.prompt_token_ids) + 3 for request in requests)
+    assert engine.num_processed_tokens == sum(learned) == computed + sum(passes)
+    assert [len(found[name, 0]) for name in ("120", "30")] == [4, 4]
+    prompt = [5] * (zoo.MAX_POSITIONS - TEXT_TOKENS - 20)
+    with pytest.raises(RequestError, match=r"evict: .* 27 tokens or more at a time.* as snapkv$"):
         engine.submit(GenerationRequest(prompt, greedy(4)))
-    chunk = int(str(why.value).rpartition(" ")[2])
-    assert (
-        chunk
-        == 100 - len("\n\nRepeat the part of the previous context that starts with") - 8 - 1 - 8
-    )
-    engine.submit(GenerationRequest(prompt, greedy(4), evict=f"kvzip:cap=50%,chunk={chunk}"))
-    with pytest.raises(RequestError, match=r"such as snapkv$"):
-        engine.submit(GenerationRequest([5] * (zoo.MAX_POSITIONS - 20), greedy(4)))
+
+
+class Wordy(PreTrainedTokenizerBase):
+    def encode(self, *_args, **_options):
+        return [1] * 300
+
+
+def test_a_refused_request_adds_no_statistics_and_passes_of_other_chunks_share_them():
+    model = load("llama")
+    groups = {}
+    for name, tokenizer in (("refused", Wordy()), ("served", None)):
+        engine = engine_of(replace(model, tokenizer=tokenizer), "full", evict_allow="all")
+        before = len(engine.pool.kv.memory.layout.groups)
+        for chunk in (2048, 16, 64):
+            request = GenerationRequest(
+                [5] * 90, greedy(4), evict=f"kvzip:cap=50%,heads=mean,chunk={chunk}"
+            )
+            if tokenizer is None:
+                engine.submit(request)
+            else:
+                with pytest.raises(RequestError, match=r"^evict: the tokenizer writes the text"):
+                    engine.submit(request)
+        groups[name] = len(engine.pool.kv.memory.layout.groups) - before
+    assert groups == {"refused": 0, "served": 1}
+    other = engine_of(model, RULE)  # --evict-allow own: other numbers of the same rule
+    other.submit(GenerationRequest([5] * 90, greedy(4), evict="kvzip:cap=50%,chunk=64"))
+    with pytest.raises(RequestError, match="raise it to 6 or more"):
+        other.submit(GenerationRequest([5] * 90, greedy(4), evict="kvzip:cap=50%,chunk=5"))
 
 
 def test_a_chat_model_repeats_the_prompt_after_the_text():

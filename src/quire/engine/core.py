@@ -380,7 +380,7 @@ class Engine:
         forks = self.scheduler.note_launched(plan)
         self.times.steps_s += time.perf_counter() - started_s
         self.num_steps += 1
-        self.num_processed_tokens += sum(plan.tokens)
+        self.num_processed_tokens += plan.computed_tokens
         return results, forks
 
     # ---- out -----------------------------------------------------------------------------------

@@ -76,7 +76,8 @@ class InputProcessor:
         check_pooling(model, params)
         seed, records = params.seed, requested.record_evictions
         now_s, final_tokens = self._clock(), len(prompt) + params.max_tokens
-        policy = self._policy(rule, len(prompt), len(prompt) + max(0, params.max_tokens - 1))
+        policy = self._policy(rule, prompt, len(prompt) + max(0, params.max_tokens - 1))
+        longest = len(prompt) + max(map(len, policy.scoring_token_ids), default=0)
         spec = RequestSpec(
             request_id=request_id,
             prompt_token_ids=prompt,
@@ -86,14 +87,16 @@ class InputProcessor:
             deadline_s=now_s + checked_deadline(requested.deadline_s),
             arrival=arrival,
             arrival_s=now_s,
-            rope_variant=model.decoder.rope_variant(policy.context_tokens or final_tokens),
+            rope_variant=model.decoder.rope_variant(
+                policy.context_tokens or max(final_tokens, longest)
+            ),
             pre_rope=policy.context_tokens is not None and self._rules.mixes,
             tenant=requested.tenant,
             cache_salt=checked_salt(requested.cache_salt),
             evict=policy.text,
             records_evictions=self._records_evictions if records is None else records,
             max_tokens_limit=CONTEXT if params.max_tokens < resolved.max_tokens else "",
-            scoring_token_ids=self._scoring_token_ids(prompt, policy.eviction.spec),
+            scoring_token_ids=policy.scoring_token_ids,
         )
         wanted = params.structured_outputs
         matcher = None if wanted is None else self.grammars.compile(wanted).matcher()
@@ -102,8 +105,9 @@ class InputProcessor:
     def context_tokens(self, prompt_tokens: int, evict: str | None = None) -> int:
         return self._rules.context_tokens(self._rules.rule(evict), prompt_tokens)
 
-    def _policy(self, rule: EvictionRule, prompt_tokens: int, final_tokens: int) -> "_Policy":
+    def _policy(self, rule: EvictionRule, prompt: list[int], final_tokens: int) -> "_Policy":
         """Resolve the eviction rule of a request."""
+        prompt_tokens = len(prompt)
         none = statistics_used(self._pool.kv.memory.layout, ())
         if not rule.evicts:
             return _Policy(memory=RequestMemory(statistics=none))
@@ -122,6 +126,7 @@ class InputProcessor:
         if eviction.keeps_all(prompt_tokens, final_tokens):
             logger.info("%r: %d tokens never exceed the cap", rule.text, final_tokens)
             return _Policy(rule.text, memory=RequestMemory(statistics=none))
+        scoring_token_ids = self._scoring_token_ids(prompt, spec)
         self._pool.add_statistics(spec.statistics)
         layout = self._pool.kv.memory.layout
         # re-rotated positions never exceed the lane's capacity, which selects the RoPE variant
@@ -135,6 +140,7 @@ class InputProcessor:
                 selection=eviction,
                 pending=rule.budget.needs_prompt,  # until then every lane may get the largest cap
             ),
+            scoring_token_ids,
         )
 
     def _scoring_token_ids(self, prompt: list[int], spec: EvictionSpec) -> tuple[list[int], ...]:
@@ -149,18 +155,10 @@ class InputProcessor:
             ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
             return ids
 
-        chunks, context = scoring.token_ids(prompt, encode), self._model.spec.max_positions
-        longest, left = max(map(len, chunks)), context - len(prompt)
-        if longest > left:
-            fitting = scoring.fitting_chunk(left)
-            smaller = f", or lower chunk= to {fitting}" if fitting > 0 else ""
-            raise RequestError(
-                f"evict: the rule repeats {longest} tokens at a time after the prompt to score it, "
-                f"and {len(prompt)} prompt tokens leave {left} of the context of {context}; "
-                f"shorten the prompt, use a rule without a scoring pass, such as snapkv{smaller}",
-                param="evict",
-            )
-        return chunks
+        try:
+            return scoring.token_ids(prompt, encode)
+        except ConfigError as error:
+            raise RequestError(f"evict: {error}", param="evict") from error
 
     def _one_of(self, spec: EvictionSpec) -> EvictionSpec:
         """Return the cached object of equal specs: admission groups requests by spec identity."""
@@ -178,6 +176,7 @@ class _Policy:
     context_tokens: int | None = None
     memory: RequestMemory = field(default_factory=RequestMemory)
     eviction: RequestEviction = field(default_factory=RequestEviction)
+    scoring_token_ids: tuple[list[int], ...] = ()
 
 
 def _equal_caps_per_layer(eviction: Eviction, heads: int) -> Eviction:

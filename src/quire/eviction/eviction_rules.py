@@ -398,10 +398,13 @@ class EvictionRules:
         """Resolve a rule to numbers for a prompt.
 
         Raises:
-            RequestError: the cap leaves less than the rule protects.
+            RequestError: the cap leaves less than the rule protects, or the context too little for
+                a scoring pass.
         """
         try:
-            return self.resolve_default(prompt_tokens, rule)
+            found = self.resolve_default(prompt_tokens, rule)
+            spec = found.spec.within_context(prompt_tokens, self.model.max_positions)
+            return replace(found, spec=spec)
         except ConfigError as error:
             raise RequestError(f"evict: {error}", param="evict") from error
 
@@ -597,7 +600,8 @@ class EvictionRules:
         if not self.mixes and wanted.rerotates_keys != self.rerotates_keys:
             raise RequestError(f"evict: {of_other_pages(wanted)}", param="evict")
         self._require_named(text)
-        missing = sorted(one.name for one in wanted.statistics - set(self.statistics))
+        had = {one.name for one in self.statistics}
+        missing = sorted({one.name for one in wanted.statistics} - had)
         if self._allow == ALL:  # lane groups of other statistics are added for the request
             self._require_possible(text, wanted)
             missing = []

@@ -25,10 +25,10 @@ Source: Batch-Max (Metel et al. 2025), Algorithm 1 for prefill_and_decode.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.errors import ConfigError, UnknownName
-from quire.layout.statistics import ScoringPass, Statistic
+from quire.layout.statistics import AttentionMax, ScoringPass, Statistic
 
 MAX_DEFAULT_EVERY = 64
 OF_CAP = -1
@@ -195,6 +195,24 @@ class EvictionSpec:
         """Most tokens that the scoring pass of a prompt computes; 0 without one."""
         scoring = self.scoring if self.scoring_slots(prompt_tokens) else None
         return 0 if scoring is None else scoring.tokens(prompt_tokens)
+
+    def with_chunk(self, scoring: ScoringPass) -> "EvictionSpec":
+        """Return the specification with the chunks of another scoring pass of the same name."""
+        own = (
+            replace(s, of=scoring) if isinstance(s, AttentionMax) else s for s in self.statistics
+        )
+        return replace(self, statistics=tuple(own))
+
+    def within_context(self, prompt_tokens: int, context_tokens: int) -> "EvictionSpec":
+        """Return the specification with a scoring pass that the context has room for.
+
+        Raises:
+            ConfigError: it would have too many chunks; see `ScoringPass.within`.
+        """
+        scoring = self.scoring if self.scoring_slots(prompt_tokens) else None
+        if scoring is None:
+            return self
+        return self.with_chunk(scoring.within(prompt_tokens, context_tokens))
 
     def exact_tokens(self, prompt_tokens: int) -> int:
         """Return the number of tokens a sequence can hold before the first eviction.

@@ -201,7 +201,7 @@ SCORED_OFFLOAD = _scored(
 SCORED_IN_TRANSFORMERS = _scored(
     other="`QuireCache`",
     reason="a scoring pass runs the model after the prompt, and a cache in Transformers cannot",
-    instead="use LLM, or a rule without a scoring pass, such as snapkv or keydiff",
+    instead="use LLM, or " + _NO_PASS,
 )
 
 # ---- several ranks -------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ padding. All sums are float32. `quire.kv.statistics` records the statistics.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from quire.errors import ConfigError
@@ -33,6 +33,8 @@ def check_reduction(heads: str) -> None:
         raise ConfigError(f"expected heads to be one of {', '.join(REDUCTIONS)}, got {heads!r}")
 
 
+MIN_CHUNK_TOKENS, MAX_SMALL_CHUNKS = 64, 16
+"""Least tokens of each chunk of a scoring pass that has more than `MAX_SMALL_CHUNKS` chunks."""
 _EXTRA = 4  # further tokens of a text that is encoded alone, such as a tokenizer's first space
 
 
@@ -69,9 +71,29 @@ class ScoringPass:
         """Slots that the pass of a prompt needs: a bound on the tokens of its longest chunk."""
         return min(prompt_tokens, self.chunk_tokens) + self._text_tokens(prompt_tokens)
 
-    def fitting_chunk(self, slots: int) -> int:
-        """Return the largest `chunk_tokens` of a pass of several chunks that fits `slots` slots."""
-        return slots - self._text_tokens(self.chunk_tokens + 1)
+    def within(self, prompt_tokens: int, context_tokens: int) -> "ScoringPass":
+        """Return the pass of a prompt, with smaller chunks if the context after it needs them.
+
+        Raises:
+            ConfigError: it would have many small chunks.
+        """
+        left, chunk = context_tokens - prompt_tokens, self.chunk_tokens
+        least = min(MIN_CHUNK_TOKENS, -(-prompt_tokens // MAX_SMALL_CHUNKS))
+        if chunk < least:
+            raise ConfigError(
+                f"chunk={chunk} divides the scoring pass of {prompt_tokens} prompt tokens into "
+                f"{-(-prompt_tokens // chunk)} parts; raise it to {least} or more"
+            )
+        if self.slots(prompt_tokens) <= left:
+            return self
+        chunk = min(chunk, left - self._text_tokens(chunk + 1))
+        if chunk < least:
+            raise ConfigError(
+                f"the rule repeats the prompt after it, {least} tokens or more at a time, and "
+                f"{prompt_tokens} prompt tokens leave {left} of the context of {context_tokens}; "
+                "shorten the prompt, or use a rule without a scoring pass, such as snapkv"
+            )
+        return replace(self, chunk_tokens=chunk)
 
     def tokens(self, prompt_tokens: int) -> int:
         """Bound on the tokens of all chunks."""
@@ -91,11 +113,10 @@ class ScoringPass:
             ConfigError: a text has more tokens than bytes.
         """
         chunks, most = [], self._text_tokens(len(prompt))
+        first, later, end = map(encode, (self.first, self.later, self.end))
         for start in range(0, len(prompt), self.chunk_tokens):
-            before = encode(self.first)
-            if start:
-                again = prompt[max(0, start - self.overlap) : start]
-                before = [*encode(self.later), *again, *encode(self.end)]
+            again = prompt[max(0, start - self.overlap) : start]
+            before = [*later, *again, *end] if start else first
             if len(before) > most:
                 raise ConfigError(
                     f"the tokenizer writes the text of a scoring pass as {len(before)} tokens, "
@@ -199,15 +220,15 @@ class AttentionMax(OfWeights):
     """Largest attention weight of a slot from the queries of a scoring pass.
 
     Attributes:
-        of: the pass.
+        of: the pass. Statistics of passes with other chunks have the same name and group.
     """
 
     heads: str = MAX
-    of: ScoringPass = ScoringPass("", "", "", "", 1, 0)
+    of: ScoringPass = field(kw_only=True)
 
     @property
     def name(self) -> str:
-        return f"attention_max.{self.reduction}.{self.of.name}.{self.of.chunk_tokens}"
+        return f"attention_max.{self.reduction}.{self.of.name}"
 
     @property
     def scoring(self) -> ScoringPass:

@@ -42,7 +42,7 @@ from quire.layout.eviction import (
 from quire.layout.layout import SLOTS, can_be_offloaded, offloaded_token_bytes, statistics_used
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.layout.sizes import option_size, rounded_size
-from quire.layout.statistics import Statistic
+from quire.layout.statistics import MIN_CHUNK_TOKENS, Statistic
 from quire.plan.weights import MAX_CHUNKS
 from quire.scheduler.request import Request, may_evict, num_rows
 
@@ -902,8 +902,12 @@ def _evictions(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
     smaller = replace(need.eviction, cap=2, every=1, lane_capacities=None)
     if _fits(peaks, replace(need, eviction=smaller), width):
         yield "lower cap= of its eviction rule"
-    if need.eviction.scoring is not None:
-        return  # its rule has one schedule
+    scoring = need.eviction.scoring
+    if scoring is not None:  # its rule has one schedule
+        least = replace(scoring, chunk_tokens=min(scoring.chunk_tokens, MIN_CHUNK_TOKENS))
+        if _fits(peaks, replace(need, eviction=need.eviction.with_chunk(least)), width):
+            yield f"lower chunk= of its eviction rule to {least.chunk_tokens}"
+        return
     blocks = replace(need.eviction, when=PREFILL_AND_DECODE)
     if need.eviction.when == PRESSURE and _fits(peaks, replace(need, eviction=blocks), width):
         yield "set when=prefill_and_decode in its eviction rule"

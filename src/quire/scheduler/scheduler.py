@@ -595,7 +595,7 @@ class Scheduler:
             plan: the completed step.
             seconds: its duration.
         """
-        self.step_size.learn(sum(plan.tokens))
+        self.step_size.learn(plan.computed_tokens)
         swapper = self.preempter.swapper
         if (
             swapper is not None

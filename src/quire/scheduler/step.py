@@ -77,6 +77,12 @@ class StepPlan:
         return request.eviction.spec.scoring_tokens(len(request.prompt_token_ids))
 
     @property
+    def computed_tokens(self) -> int:
+        """Number of tokens that the step computes, those of scoring passes included."""
+        scored = (ids for request in self.scored for ids in request.spec.scoring_token_ids)
+        return sum(self.tokens) + sum(map(len, scored))
+
+    @property
     def num_scored(self) -> int:
         """Number of tokens of prompts with log-probabilities, whose logits are all needed."""
         rows = zip(self.requests, self.tokens, strict=True)
@@ -173,7 +179,7 @@ class StepSize:
         """Update the number of batches after a step.
 
         Args:
-            tokens: number of tokens of the step.
+            tokens: number of tokens that the step computed.
         """
         offloaded_weights = self._offloaded_weights
         if offloaded_weights is None or self._objective != "auto":

@@ -364,7 +364,7 @@ class SimResult:
     served: ServedTokens = field(default_factory=lambda: ServedTokens(()))
     tally: EventTally = field(default_factory=EventTally)
     num_steps: int = 0
-    processed_tokens: int = 0  # including recomputed tokens
+    processed_tokens: int = 0  # including recomputed tokens, without scoring passes
     busy_s: float = 0.0  # the rest of the time was idle
 
 

@@ -3,8 +3,9 @@
 import pytest
 
 from quire.kv.memory import KVMemory
-from quire.layout.eviction import DECODE, KEEP_ALL, PRESSURE, EvictionSpec
+from quire.layout.eviction import DECODE, KEEP_ALL, PREFILL_END, PRESSURE, EvictionSpec
 from quire.layout.layout import layout_for
+from quire.layout.statistics import AttentionMax, ScoringPass
 from quire.scheduler.peaks import Need, Peaks, possible_changes
 from support.model_specs import small_spec
 
@@ -25,6 +26,10 @@ def peaks_of(*windows, columns=32, offload_tokens=0, evicting=False):
 
 def need(prompt, generated, eviction=KEEP_ALL, *, may_offload=True):
     return Need(prompt + generated, prompt, eviction, may_offload)
+
+
+def scores(chunk):
+    return AttentionMax(of=ScoringPass("", "", "", "", chunk_tokens=chunk, overlap=0))
 
 
 @pytest.mark.parametrize(
@@ -71,6 +76,13 @@ def need(prompt, generated, eviction=KEEP_ALL, *, may_offload=True):
             "shorten the prompt, raise --kv-memory to 57KiB or set when=prefill_and_decode and a "
             "lower cap= in its eviction rule",
             id="the prompt is prefilled whole",
+        ),
+        pytest.param(
+            peaks_of(*4 * [FULL], columns=90, evicting=True),
+            need(200, 1, EvictionSpec(cap=8, when=PREFILL_END, statistics=(scores(100),))),
+            "shorten the prompt, raise --kv-memory to 47KiB, lower cap= of its eviction rule or "
+            "lower chunk= of its eviction rule to 64",
+            id="the scoring pass has large chunks",
         ),
     ],
 )

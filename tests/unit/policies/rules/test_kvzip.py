@@ -1,5 +1,7 @@
 """KVzip: the tokens of its scoring pass, the slots they need, and the retained tokens."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -32,6 +34,43 @@ def test_slots_are_those_of_the_longest_chunk_with_a_token_per_byte():
     """One chunk: 3 bytes and 4 more. Several: 2 + 2 + 1 and twice 4."""
     assert [PASS.slots(tokens) for tokens in (1, 4, 5, 900)] == [1 + 7, 4 + 7, 4 + 13, 4 + 13]
     assert [PASS.tokens(tokens) for tokens in (4, 5, 9)] == [4 + 7, 5 + 2 * 13, 9 + 3 * 13]
+
+
+def test_texts_are_encoded_once():
+    encoded: list[str] = []
+    PASS.token_ids(range(40), lambda text: encoded.append(text) or [])
+
+    assert encoded == ["AAA", "BB", "C"]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "prompt_tokens", "left", "found"),
+    [
+        (2048, 3000, 5192, 2048),
+        (2048, 3000, 2061, 2048),  # 2048 and 13 of texts
+        (2048, 3000, 2060, 2047),
+        (2048, 900, 907, 2048),  # one chunk: 900 and 7
+        (2048, 900, 906, 893),
+        (2048, 3000, 77, 64),
+        (2048, 3000, 76, r"64 tokens or more .* leave 76 of the context of 3076; shorten"),
+        (2048, 3000, 0, "leave 0 of the context of 3000"),
+        (64, 8000, 8000, 64),
+        (63, 8000, 8000, r"chunk=63 divides .* 8000 .* into 127 parts; raise it to 64 or more"),
+        (1, 8000, 8000, "into 8000 parts"),
+        (1, 16, 100, 1),
+        (1, 17, 100, r"into 17 parts; raise it to 2 or more"),
+        (3, 40, 100, 3),
+    ],
+)
+def test_chunks_fit_the_context_and_are_few_or_long(chunk, prompt_tokens, left, found):
+    own = replace(PASS, chunk_tokens=chunk)
+    if isinstance(found, str):
+        with pytest.raises(ConfigError, match=found):
+            own.within(prompt_tokens, prompt_tokens + left)
+    else:
+        fitted = own.within(prompt_tokens, prompt_tokens + left)
+        assert fitted == replace(PASS, chunk_tokens=found)
+        assert fitted.slots(prompt_tokens) <= left
 
 
 def test_a_text_with_more_tokens_than_bytes_is_refused():
@@ -68,10 +107,10 @@ def test_a_rule_with_a_scoring_pass_evicts_once_after_prefill():
             make_eviction(f"kvzip:cap=50%,when={when}")
 
 
-def test_statistics_of_different_passes_differ():
-    names = {
+def test_statistics_of_passes_with_other_chunks_share_a_group():
+    names = [
         AttentionMax(heads, of=KVzip(chunk=n).statistics[0].of).name
         for heads in ("max", "mean")
         for n in (8, 9)
-    }
-    assert len(names) == 4
+    ]
+    assert names == ["attention_max.max.repeat"] * 2 + ["attention_max.mean.repeat"] * 2
