@@ -29,6 +29,7 @@ OPTIONS = [
     {"evict": "h2o:cap=152,every=8,when=decode"},
     {"evict": "snapkv:window=8,cap=120,every=8,when=prefill_end"},
     {"evict": "recent:cap=152,every=8,sinks=4"},
+    {"evict": "kvzip:cap=120,chunk=64"},
 ]
 
 

@@ -153,6 +153,8 @@ WITH_STATISTICS = [
     "roco:cap=152,every=4,when=decode",
     "expected_attention:cap=100,when=prefill_end",
     "tova:cap=120,when=prefill_end",
+    "kvzip:cap=100,chunk=64",
+    "kvzip:cap=100,chunk=64,budget=squeeze",
 ]
 
 
@@ -196,12 +198,15 @@ def test_codecs_with_tokens_outside_of_their_pages_are_loaded_with_these(codec, 
     engine.close()
 
 
-def test_a_request_without_stored_statistics_recomputes_its_prompt(tmp_path):
-    fill("qwen3", tmp_path)  # no statistics were recorded
-    rule = "h2o:cap=152,every=8,when=decode"
-    engine = engine_of("qwen3", prefill=READ_SLOWLY, evict_allow="h2o", **on_disk(tmp_path))
+@pytest.mark.parametrize(
+    ("rule", "loads"), [("h2o:cap=152,every=8,when=decode", 0), ("kvzip:cap=50%,chunk=64", 1)]
+)
+def test_a_request_without_stored_statistics_recomputes_its_prompt(rule, loads, tmp_path):
+    """Except if a scoring pass writes all of them."""
+    fill("qwen3", tmp_path, evict_allow="all")  # no statistics were recorded
+    engine = engine_of("qwen3", prefill=READ_SLOWLY, evict_allow="all", **on_disk(tmp_path))
     answer(engine, {"b": PROMPTS["b"]}, evict=rule)
-    assert not restored(engine)
+    assert len(restored(engine)) == loads
     answer(engine, {"full": PROMPTS["b"]}, evict="full")
     engine.close()
 
@@ -250,7 +255,9 @@ def finish(engine):
 # ---- one load ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("evict", ["full", "h2o:cap=152,every=8,when=decode"])
+@pytest.mark.parametrize(
+    "evict", ["full", "h2o:cap=152,every=8,when=decode", "kvzip:cap=152,chunk=64"]
+)
 def test_two_requests_of_a_prefix_share_one_load(evict, tmp_path, monkeypatch):
     expected = answer(engine_of("qwen3", evict=evict), FIRST_SECOND)[0]
     fill("qwen3", tmp_path, evict=evict)
@@ -264,7 +271,7 @@ def test_two_requests_of_a_prefix_share_one_load(evict, tmp_path, monkeypatch):
 
     assert engine.stats().tier.num_joined == 1
     assert len(restored(engine)) == 1
-    snapshots = 1 if evict != "full" else 0
+    snapshots = 1 if evict.startswith("h2o") else 0
     assert len(keys) == len(set(keys)) + snapshots
     assert usages["b2"].cached_tokens >= 144
     assert largest_difference(recorder.logits, expected) <= 1e-4

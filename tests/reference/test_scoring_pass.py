@@ -187,6 +187,26 @@ def test_retained_tokens_do_not_depend_on_steps_preemption_and_cached_prefixes(b
     assert largest_difference(found.logits, alone.logits) <= TOLERANCE
 
 
+@pytest.mark.parametrize("by_layer", [True, False], ids=["by layer", "by chunk"])
+@pytest.mark.parametrize("first", ["full", RULE, "h2o:cap=80,when=prefill_end"])
+def test_prefixes_are_shared_with_requests_without_statistics(first, by_layer, monkeypatch):
+    """The pass writes all its numbers, so that none are kept with a prefix."""
+    model, prompt = load("llama"), PROMPTS["long"]
+    if not by_layer:
+        monkeypatch.setattr(type(model.decoder), "prepare_by_layer", lambda self: "for the test")
+    alone = run({"again": (prompt, RULE)}, kv={"evict_allow": f"kvzip:chunk={CHUNK}"})
+    engine = engine_of(model, enable_prefix_caching=True, evict_allow="all")
+    run({"first": (prompt, first)}, engine=engine)
+    kept = engine.stats().checkpoint_bytes
+    found = run({"again": (prompt, RULE)}, engine=engine)
+
+    assert found.usages["again"].cached_tokens == 88
+    assert found.traces() == alone.traces()
+    assert largest_difference(found.logits, alone.logits) <= TOLERANCE
+    assert engine.stats().checkpoint_bytes == kept
+    assert (kept > 0) == first.startswith("h2o")
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 64])
 def test_bits_do_not_depend_on_steps_with_batch_invariance(tokens):
     kv = {"evict_allow": f"kvzip:chunk={CHUNK}", "enable_prefix_caching": tokens > 1}

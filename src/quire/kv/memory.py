@@ -9,7 +9,7 @@ There are two lengths: `lengths[row]` is logical (the position of the next token
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -369,6 +369,10 @@ class KVMemory:
 
     def statistics_of(self, row: int) -> frozenset[str]:
         return frozenset(n for n, t in self.tables.items() if t.group.private and t.active[row])
+
+    def kept_with_prefix(self, names: Iterable[str]) -> frozenset[str]:
+        """Return those of these private groups whose records are kept with a cached prefix."""
+        return frozenset(name for name in names if self.tables[name].group.checkpointed)
 
     def release(self, rows: Rows | Sequence[int]) -> None:
         rows = np.asarray(rows, dtype=np.int64)

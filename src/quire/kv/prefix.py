@@ -228,7 +228,7 @@ class PrefixNode:
         return self.cached_reference.pages.keys() >= previous.cached_reference.pages.keys()
 
     def lacks(self, memory: KVMemory, row: int) -> bool:
-        used = memory.statistics_of(row)
+        used = memory.kept_with_prefix(memory.statistics_of(row))
         return bool(used) and used not in self.statistics
 
     def continues(self, parent: "PrefixNode | None", block: Block) -> bool:
@@ -513,6 +513,7 @@ class PrefixIndex(MemoryListener):
     ) -> PrefixLease:
         nodes = self._nodes_after(None, blocks)
         known_tokens = nodes[-1].block.end if nodes else 0
+        statistics = self.memory.kept_with_prefix(statistics)
         while statistics and nodes and statistics not in nodes[-1].statistics:
             nodes.pop()
         self._use(nodes)
@@ -532,7 +533,8 @@ class PrefixIndex(MemoryListener):
 
     def start(self, lease: PrefixLease, *, statistics: frozenset[str] = frozenset()) -> int:
         """Start a sequence from a lease matched for these statistics; return its row."""
-        snapshot = lease.nodes[-1].statistics[statistics] if statistics else None
+        kept = self.memory.kept_with_prefix(statistics)
+        snapshot = lease.nodes[-1].statistics[kept] if kept else None
         cached_references = [node.cached_reference for node in lease.nodes]
         row = start_from_references(self.memory, cached_references, snapshot, used=statistics)
         self._unpin(lease)
@@ -555,6 +557,7 @@ class PrefixIndex(MemoryListener):
         nodes = self._nodes_after(lease.nodes[-1] if lease.nodes else None, blocks)
         if any(node.is_offloaded for node in nodes):
             return lease.tokens
+        statistics = self.memory.kept_with_prefix(statistics)
         while statistics and nodes and statistics not in nodes[-1].statistics:
             nodes.pop()
         if nodes and lease.publishes and lease.tokens == int(self.memory.lengths[row]):
@@ -614,10 +617,11 @@ class PrefixIndex(MemoryListener):
         [at] = [i for i, (_, of_row) in enumerate(self._by_layer) if of_row is references]
         lease, _ = self._by_layer.pop(at)
         self.publish(lease, row, token_ids[lease.tokens :], references)
+        used = self.memory.kept_with_prefix(self.memory.statistics_of(row))
         for statistics in references.statistics():
             node = next((node for node in lease.nodes if node.block.end == statistics.end), None)
             if node is not None and node.lacks(self.memory, row):
-                self.snapshots.add(node, self.memory.statistics_of(row), statistics)
+                self.snapshots.add(node, used, statistics)
             else:
                 release_references(self.memory, [statistics])
         references.release()
@@ -716,7 +720,7 @@ class PrefixIndex(MemoryListener):
         """
         if not lease.nodes or lease.tokens != int(self.memory.lengths[row]):
             return False
-        node, used = lease.nodes[-1], self.memory.statistics_of(row)
+        node, used = lease.nodes[-1], self.memory.kept_with_prefix(self.memory.statistics_of(row))
         pages = referenced_statistics_pages(self.memory, row)
         if not node.lacks(self.memory, row):
             return False

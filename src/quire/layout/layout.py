@@ -275,6 +275,7 @@ def _statistics_groups(
             of=group.name,
             records=slots,
             optional=True,
+            checkpointed=statistic.scoring is None,  # a pass writes all numbers
             statistic=statistic,
         )
 

@@ -841,7 +841,7 @@ class LayerPrefill:
             if not publishes:
                 after = cut
             elif group.private:  # statistics are copied for the cache, once per snapshot
-                copied = whole * len(request.memory.snapshot_ends)
+                copied = whole * (len(request.memory.snapshot_ends) if group.checkpointed else 0)
                 during, after = whole + copied, copied + cut
             for number, lanes in enumerate((during + most - whole, after)):
                 pages[number, layers, column] += lanes.reshape(len(layers), -1).sum(axis=1)

@@ -292,7 +292,8 @@ class SequenceMemory:
         of an interval.
         """
         lease, prefix = request.memory.lease, self.prefix
-        if prefix is None or not request.memory.statistics or not isinstance(lease, PrefixLease):
+        kept = self.memory.kept_with_prefix(request.memory.statistics)
+        if prefix is None or not kept or not isinstance(lease, PrefixLease):
             return ()
         known = min(request.num_tokens - 1, request.exact_tokens)
         most = min(len(request.prompt_token_ids) - 1, known)

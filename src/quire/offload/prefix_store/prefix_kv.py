@@ -91,9 +91,9 @@ def gather(
     }
     blocks = [node.block for node in nodes]
     snapshot = np.empty(0, dtype=np.uint8)
-    if statistics:
+    if kept := memory.kept_with_prefix(statistics):
         records = SnapshotRecords(memory, index.block_tokens)
-        snapshot = records.gather(blocks[-1], nodes[-1].statistics[statistics])
+        snapshot = records.gather(blocks[-1], nodes[-1].statistics[kept])
     return PrefixKV(
         fingerprint=fingerprint,
         block_tokens=index.block_tokens,
@@ -185,7 +185,7 @@ def _check_sizes(memory: KVMemory, block_tokens: int, kv: PrefixKV) -> None:
             "the engine with the eviction rule of the request"
         )
     snapshot_bytes = 0
-    if kv.statistics:
+    if memory.kept_with_prefix(kv.statistics):
         records = SnapshotRecords(memory, block_tokens)
         snapshot_bytes = records.num_bytes(len(kv.tokens), kv.statistics)
     shape = (len(kv.tokens) // block_tokens, BlockRecords(memory, block_tokens).record_bytes)

@@ -37,13 +37,13 @@ class SnapshotLoad:
     Attributes:
         pages: pages of the arena.
         key: key of the snapshot.
-        place: location of the snapshot.
+        place: location of the snapshot; None: the pages hold zeros.
         num_bytes: bytes of its record.
     """
 
     pages: InFlightSnapshot
     key: bytes
-    place: Place
+    place: Place | None
     num_bytes: int
 
 
@@ -176,7 +176,7 @@ class PrefixLoad:
     def _load_snapshot(self) -> None:
         """Load the statistics, once."""
         snapshot = self._snapshot
-        if snapshot is None or not self._needs_snapshot:
+        if snapshot is None or snapshot.place is None or not self._needs_snapshot:
             return
         record = np.empty(snapshot.num_bytes, dtype=np.uint8)
         self._tier.read_snapshot(snapshot.key, self._found[-1][0], snapshot.place, record)

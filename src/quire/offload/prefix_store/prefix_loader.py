@@ -143,7 +143,7 @@ class LoadStarts:
 
     def find(self, request: Request, chain: BlockChain | None) -> list[tuple[Block, Place]]:
         """The stored blocks after a request's cached prefix, up to one with its statistics."""
-        used = request.memory.statistics
+        used = self._memory.kept_with_prefix(request.memory.statistics)
         if chain is None or not self.can_load(request):
             return []
         at, most = request.progress.num_computed, self._max_tokens(request)
@@ -204,9 +204,9 @@ class LoadStarts:
         """Load of the statistics at the end of a block; None without statistics."""
         if not used:
             return None
-        key = self._tier.snapshots.key(block, used)
-        place = self._tier.levels.place_of(key)
-        if place is None:
+        key, kept = self._tier.snapshots.key(block, used), self._memory.kept_with_prefix(used)
+        place = self._tier.levels.place_of(key) if kept else None
+        if kept and place is None:
             raise OutOfPages("the statistics were evicted meanwhile")
         pages = InFlightSnapshot(self._memory, used, block.end)
         return SnapshotLoad(pages, key, place, self._tier.snapshots.num_bytes(block.end, used))
@@ -298,11 +298,12 @@ class JoinedLoads:
         leader, load = self._leaders.get(found[0][0].key, (None, None))
         if leader is None or load is None or leader is request:
             return False
-        used = request.memory.statistics
+        kept = self._sequence_memory.memory.kept_with_prefix
+        used = kept(request.memory.statistics)
         if used:
             last = load.found[-1][0].key
             within = any(block.key == last for block, _ in found)
-            if used != leader.memory.statistics or not within:
+            if used != kept(leader.memory.statistics) or not within:
                 return False
         self._joined[request] = JoinedLoad(leader, load, chain)
         self.num_joined += 1
