@@ -11,10 +11,10 @@ import typer
 from benchmarks.batch_max.command import batch_max
 from benchmarks.cluster.command import cluster
 from benchmarks.differences import differences
-from benchmarks.eviction.command import eviction
+from benchmarks.eviction import eviction
 from benchmarks.gpu.command import gpu
 from benchmarks.invariant import invariant
-from benchmarks.kvcrush.command import kvcrush
+from benchmarks.kvcrush import kvcrush
 from benchmarks.kvpress.command import kvpress
 from benchmarks.memory.command import memory
 from benchmarks.offload.command import offload

@@ -1,47 +1,34 @@
-"""`python -m benchmarks weights`: quality, bytes and decode time of weight codecs.
-
-Parts: quality of a model, KL of random weights, decode steps.
-"""
+"""`python -m benchmarks weights`: bytes, decode time and KL of random weights, by weight codec."""
 
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated
 
 import torch
+import typer
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
 
-from benchmarks.common.flags import AsJson, parts_option
-from benchmarks.common.graded_prompts import load
+from benchmarks.common.command import run_command
+from benchmarks.common.decoding import RecordingDecoder
+from benchmarks.common.flags import AsJson, Out, Threads, parts_option, quick_option
 from benchmarks.common.models import SHAPES, random_model
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.common.tables import table_of
-from benchmarks.quality.cells import (
-    Cell,
-    CellKey,
-    Judge,
-    Material,
-    TasksConfig,
-    mean_share,
-    tasks_table,
-)
-from benchmarks.quality.command import Out, Prompts, Quick, Text, run_parts
-from benchmarks.quality.texts import (
-    TextsConfig,
-    TextScorer,
-    TextScores,
-    compare_texts,
-    cut_texts,
-)
-from benchmarks.quant.quality import claims
-from quire.cli.options import MODEL, WeightCodec
-from quire.cli.settings import Settings, with_settings
+from quire.api.llm import LLM
+from quire.cli.common import use_threads
+from quire.cli.options import WeightCodec
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError
+from quire.layout.config import dtype_bytes
 from quire.models.base import AttentionCall
 from quire.models.loader import LoadedModel
 
-LoadCodec = Callable[[WeightCodec], LoadedModel]
 Models = Mapping[str, LoadedModel]
 _SEED = 11
 PLAIN = "auto"
@@ -49,26 +36,24 @@ PLAIN = "auto"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsBenchConfig:
-    """Configuration of all parts.
+    """Configuration of both parts.
 
     Attributes:
-        model: evaluated model: a folder, a hub name or quire-tiny.
         codecs: weight codecs compared with the weights as stored.
-        texts, tasks: configuration of the part quality.
-        shape: a name in SHAPES; random weights of the parts random and decode.
-        random_texts: configuration of the texts of the part random: random tokens.
-        dtype: type of the random weights.
+        shape: a name in SHAPES; its weights are random.
+        texts, tokens: number and length of the texts of the part random: random tokens.
+        first: index of the first scored token.
+        dtype: type of the weights.
         rows: rows of a decode step in the part decode.
         repeats: rounds of all codecs in turn, after one warm-up round.
         steps: steps in each round.
     """
 
-    model: str = "quire-tiny"
     codecs: tuple[WeightCodec, ...] = ("int8", "int4")
-    texts: TextsConfig = field(default_factory=TextsConfig)
-    tasks: TasksConfig = field(default_factory=TasksConfig)
     shape: str = "125m"
-    random_texts: TextsConfig = field(default_factory=lambda: TextsConfig(tokens=192, texts=4))
+    texts: int = 4
+    tokens: int = 192
+    first: int = 64
     dtype: str = "bfloat16"
     rows: tuple[int, ...] = (1, 8)
     repeats: int = 5
@@ -79,124 +64,53 @@ class WeightsBenchConfig:
             raise ConfigError(f"expected one of {', '.join(SHAPES)}, got {self.shape!r}")
 
 
-QUICK_WEIGHTS = WeightsBenchConfig(
-    texts=TextsConfig(tokens=160, texts=2),
-    tasks=TasksConfig(tasks=("lines",), tokens=128, prompts=4),
-    shape="tiny",
-    random_texts=TextsConfig(tokens=96, texts=1),
-    rows=(1,),
-    repeats=2,
-    steps=2,
-)
-
-
-# ---- quality -------------------------------------------------------------------------------------
-
-
-def run_quality(
-    config: WeightsBenchConfig, material: Material, load_codec: LoadCodec
-) -> PartResult:
-    """Score texts and tasks with every codec.
-
-    Args:
-        config: configuration of all parts.
-        material: prompts, texts and stored cells; its model is the one with weights as stored.
-        load_codec: loads the evaluated model with a weight codec.
-    """
-    models = {PLAIN: material.model} | {codec: load_codec(codec) for codec in config.codecs}
-    texts = cut_texts(material.model, material.running, config.texts.tokens, config.texts.texts)
-    found = score_texts(models, config.texts, texts)
-    cells = {codec: _cells(codec, model, config, material) for codec, model in models.items()}
-    tasks = {codec: mean_share(by_task) for codec, by_task in cells.items()}
-    byte_ratios: Numbers = {
-        f"weights_{codec}_byte_ratio": material.model.weight_bytes / models[codec].weight_bytes
-        for codec in config.codecs
-    }
-    return PartResult(
-        claims=claims(found, PLAIN, "weights_") | task_claims(tasks) | byte_ratios,
-        tables=(
-            _texts_table(config.texts, material.running.name, found, models),
-            tasks_table("weights-tasks", "weights", config.tasks, cells),
-        ),
-        raw={
-            "texts": _raw(found),
-            "cells": [cell.to_json() for by_task in cells.values() for cell in by_task.values()],
-        },
-    )
-
-
-def _raw(found: Mapping[str, TextScores]) -> list[dict[str, object]]:
-    return [{"codec": codec} | one.to_json() for codec, one in found.items()]
-
-
-def score_texts(
-    models: Models, config: TextsConfig, texts: Sequence[list[int]]
-) -> dict[str, TextScores]:
-    """Score all texts with every model, and compare them with the first; plain KV."""
-    scorers = {codec: TextScorer(model, config) for codec, model in models.items()}
-    return compare_texts(scorers, scorers[PLAIN], texts, config.first)
-
-
-def _cells(
-    codec: str, model: LoadedModel, config: WeightsBenchConfig, material: Material
-) -> dict[str, Cell]:
-    judge = Judge(model, config.tasks.rows, material.prompt_maker_for(model))
-    keys = [
-        CellKey(
-            model=config.model,
-            task=task,
-            tokens=config.tasks.tokens,
-            prompts=config.tasks.prompts,
-            rule=f"weights {codec}",
-            commit=material.commit,
-        )
-        for task in config.tasks.tasks
-    ]
-    return {cell.key.task: cell for cell in material.cells(judge.cell, keys)}
-
-
-def task_claims(tasks: Mapping[str, float]) -> Numbers:
-    """Change of the mean fraction of correct answers, and that fraction with stored weights."""
-    changes = {f"weights_{c}_tasks_change": tasks[c] - tasks[PLAIN] for c in tasks if c != PLAIN}
-    return {"weights_tasks": tasks[PLAIN]} | changes
-
-
-def _texts_table(
-    config: TextsConfig, name: str, found: Mapping[str, TextScores], models: Models
-) -> Table:
-    plain = found[PLAIN]
-    return table_of(
-        "weights-texts",
-        f"{config.texts} texts of {config.tokens:,} tokens from {name}, scored from token "
-        f"{config.first} on, compared with the weights as stored. KL in nats.",
-        found,
-        {
-            "weights": lambda codec: codec,
-            "MiB": lambda codec: models[codec].weight_bytes / 2**20,
-            "KL": lambda codec: found[codec].mean_kl,
-            "top-1": lambda codec: found[codec].mean_top_1,
-            "perplexity": lambda codec: found[codec].perplexity,
-            "% more": lambda codec: 100 * (found[codec].perplexity / plain.perplexity - 1),
-        },
-    )
+QUICK_WEIGHTS = WeightsBenchConfig(shape="tiny", texts=1, tokens=96, rows=(1,), repeats=2, steps=2)
 
 
 # ---- random weights ------------------------------------------------------------------------------
 
 
 def run_random(config: WeightsBenchConfig) -> PartResult:
-    """Score random tokens with random weights, which have no outliers."""
-    models = random_models(config)
-    draw = random.Random(_SEED)
-    vocab_size, texts = models[PLAIN].spec.vocab_size, config.random_texts
-    tokens = [[draw.randrange(vocab_size) for _ in range(texts.tokens)] for _ in range(texts.texts)]
-    found = score_texts(models, texts, tokens)
-    table = _texts_table(texts, f"random tokens, {config.shape} shape", found, models)
-    return PartResult(
-        claims=claims(found, PLAIN, "weights_random_"),
-        tables=(replace(table, name="weights-random"),),
-        raw={"texts": _raw(found)},
+    """Compare logits after random tokens, with random weights, which have no outliers."""
+    models, draw = random_models(config), random.Random(_SEED)
+    vocab_size = models[PLAIN].spec.vocab_size
+    texts = [
+        [draw.randrange(vocab_size) for _ in range(config.tokens)] for _ in range(config.texts)
+    ]
+    logprobs = {codec: logprobs_of(model, texts, config.first) for codec, model in models.items()}
+    kl = {codec: mean_kl(logprobs[PLAIN], found) for codec, found in logprobs.items()}
+    table = table_of(
+        "weights-random",
+        f"{config.texts} texts of {config.tokens} random tokens, {config.shape} shape, scored from "
+        f"token {config.first} on, compared with the weights as stored. KL in nats.",
+        models,
+        {
+            "weights": lambda codec: codec,
+            "MiB": lambda codec: models[codec].weight_bytes / 2**20,
+            "KL": lambda codec: kl[codec],
+        },
     )
+    claims: Numbers = {f"weights_random_{codec}_kl": kl[codec] for codec in config.codecs}
+    return PartResult(claims=claims, tables=(table,))
+
+
+def logprobs_of(
+    model: LoadedModel, texts: Sequence[list[int]], first: int
+) -> Float[Tensor, "token vocab"]:
+    """Natural log-probabilities after the tokens of all texts, from `first` to the last but one."""
+    recorder = RecordingDecoder(model.decoder)
+    llm = LLM(replace(model, decoder=recorder), kv=KVConfig(memory="64MiB"))
+    options = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0)  # logits of all
+    found = []
+    for text in texts:
+        llm.generate([text], options)
+        found.append(recorder.take()[first : len(text) - 1].log_softmax(dim=1))
+    return torch.cat(found)
+
+
+def mean_kl(plain: Float[Tensor, "token vocab"], found: Float[Tensor, "token vocab"]) -> float:
+    """Mean KL from the distributions of stored weights, in nats; at least 0."""
+    return max(float(F.kl_div(found, plain, reduction="batchmean", log_target=True)), 0.0)
 
 
 def random_models(config: WeightsBenchConfig) -> Models:
@@ -287,34 +201,23 @@ def _steps_table(config: WeightsBenchConfig, times: Sequence[StepTimes], models:
     )
 
 
-@with_settings(MODEL)
+PARTS: Mapping[str, Callable[[WeightsBenchConfig], PartResult]] = {
+    "random": run_random,
+    "decode": run_decode,
+}
+
+
 def weights(
-    settings: Settings,
     *,
-    parts: Annotated[str, parts_option("quality", "random", "decode")] = "",
-    prompts: Prompts = None,
-    text: Text = None,
+    parts: Annotated[str, parts_option(*PARTS)] = "",
+    dtype: Annotated[str, typer.Option(help="Type of the random weights.")] = "bfloat16",
     out: Out = None,
-    quick: Quick = False,
+    quick: Annotated[bool, quick_option("A tiny shape, few steps.")] = False,
+    threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Compare weight codecs: fidelity, tasks, bytes and decode steps."""
-    config = replace(QUICK_WEIGHTS if quick else WeightsBenchConfig(), model=settings.model)
-    if prompts is not None:
-        config = replace(config, tasks=replace(config.tasks, prompts=prompts))
-    if settings.loading.dtype != "auto":
-        config = replace(config, dtype=settings.loading.dtype)
-
-    def load_codec(codec: WeightCodec) -> LoadedModel:
-        return load(replace(settings, loading=replace(settings.loading, weight_codec=codec)))
-
-    def make_parts(material: Material) -> dict[str, Callable[[WeightsBenchConfig], PartResult]]:
-        return {
-            "quality": lambda c: run_quality(c, material, load_codec),
-            "random": run_random,
-            "decode": run_decode,
-        }
-
-    run_parts(
-        "weights", settings, make_parts, parts, config, text, out, quick=quick, as_json=as_json
-    )
+    """Compare weight codecs: KL with random weights, bytes and decode steps."""
+    dtype_bytes(dtype)  # refuses unknown types
+    config = replace(QUICK_WEIGHTS if quick else WeightsBenchConfig(), dtype=dtype)
+    use_threads(threads)
+    run_command("weights", PARTS, parts, config, asdict(config), out, quick=quick, as_json=as_json)

@@ -1,36 +1,89 @@
-"""Configurations of the Batch-Max benchmark, at full size and a quarter of it."""
+"""Arms and configurations of the Batch-Max benchmark, at full size and a quarter of it.
 
-from dataclasses import dataclass, field
+arm          eviction
+fkv          none: the full KV cache
+ed_2         decode only, cap 2: retains the newest token, which the next token joins (Algorithm 2)
+ed_65        the same with a cap of `every` + 1: Algorithm 2 with a cap of 65
+bm_CAP       prompt and output within CAP tokens by average attention: Algorithm 1
+end_CAP      down to CAP tokens once, after prefill, by the same rule
 
-from benchmarks.batch_max.arms import (
-    ED,
-    FKV,
-    EvictionArm,
-    arms_of,
-    batch_max,
-    bm_name,
-    decode_by_rule,
-    decode_only,
-    full_kv,
-)
+Source: Metel et al. 2025 (Batch-Max), Algorithms 1 and 2, section 4. The paper has no `end_CAP`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from benchmarks.common.models import SHAPES
 from quire.errors import ConfigError
 
-TASKS = (
-    *("lines", "longeval", "kv", "niah", "facts"),
-    *("copy", "headline", "variables", "labels", "arithmetic"),
-)
-"""All tasks, fixed before any run; none is dropped afterwards."""
-
-
-PARTS = ("speed", "equal_quality", "quality")
-
-EQUAL_SHARE = 0.1875
-"""Three quarters of the cap of Batch-Max; part quality measures 0.1865 on quire-tiny."""
+FKV, ED = "fkv", "ed_2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedConfig:
+class EvictionArm:
+    """One arm of the comparison.
+
+    Attributes:
+        name: name in claims.
+        evict: value of `KVConfig.evict`.
+        label: label in tables.
+    """
+
+    name: str
+    evict: str
+    label: str
+
+
+def full_kv() -> EvictionArm:
+    """The arm without eviction."""
+    return EvictionArm(name=FKV, evict="full", label="FKV")
+
+
+def decode_only(cap: int) -> EvictionArm:
+    """Algorithm 2: evict all but the newest token each time the cap is reached."""
+    evict = f"recent:cap={cap},every={cap - 1},when=decode"
+    return EvictionArm(name=f"ed_{cap}", evict=evict, label=f"ED, cap {cap}")
+
+
+def batch_max(cap: int, every: int) -> EvictionArm:
+    """Algorithm 1 with the average attention rule."""
+    return EvictionArm(
+        name=bm_name(cap), evict=f"average:cap={cap},every={every}", label=f"BM, cap {cap:,}"
+    )
+
+
+def prefill_end(cap: int) -> EvictionArm:
+    """One eviction by the average attention rule, after prefill."""
+    return EvictionArm(
+        name=f"end_{cap}",
+        evict=f"average:cap={cap},when=prefill_end",
+        label=f"end of prefill, cap {cap:,}",
+    )
+
+
+def bm_name(cap: int) -> str:
+    """Name of Batch-Max's arm with a cap."""
+    return f"bm_{cap}"
+
+
+def arms_of(caps: Sequence[int], every: int) -> tuple[EvictionArm, ...]:
+    """All arms; `end_CAP` uses the first cap.
+
+    Args:
+        caps: caps of Batch-Max.
+        every: number of tokens evicted at once.
+    """
+    decoding = [decode_only(2)] + [decode_only(every + 1)] * (every > 1)
+    return (
+        full_kv(),
+        *decoding,
+        *(batch_max(cap, every) for cap in caps),
+        prefill_end(caps[0]),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchMaxConfig:
     """Configuration: time of the variants in one KV memory, with random weights.
 
     Attributes:
@@ -42,9 +95,6 @@ class SpeedConfig:
         pool: KV memory, in rows of full KV.
         repeats: interleaved rounds of the claimed variants; the others run in the first.
         continuous_prompts: requests submitted at once to the default engine.
-        equal_prompts: requests of part equal_quality, submitted at once to the default engine.
-        equal_share: cap of decode-only eviction, as a fraction of the prompt, that has the quality
-            of Batch-Max at its first cap: claim `equal_quality_decode_share` of part quality.
     """
 
     model: str = "125m"
@@ -56,8 +106,6 @@ class SpeedConfig:
     pool: int = 2
     repeats: int = 5
     continuous_prompts: int = 8
-    equal_prompts: int = 16
-    equal_share: float = EQUAL_SHARE
 
     def __post_init__(self) -> None:
         context = SHAPES[self.model]().max_position_embeddings
@@ -82,96 +130,8 @@ class SpeedConfig:
         claimed = (FKV, ED, bm_name(self.caps[0]))
         return tuple(arm for arm in self.arms if number == 0 or arm.name in claimed)
 
-    @property
-    def equal_arm(self) -> EvictionArm:
-        """Decode-only eviction with the quality of Batch-Max at its first cap."""
-        cap = int(self.equal_share * self.prompt_tokens)
-        return decode_by_rule(cap, self.every)
-
-    def equal_arms(self, number: int) -> tuple[EvictionArm, ...]:
-        """Arms of round `number`, from 0, of part equal_quality."""
-        bm = batch_max(self.caps[0], self.every)
-        others = (full_kv(), decode_only(2)) if number == 0 else ()
-        return (*others, bm, self.equal_arm)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QualityConfig:
-    """Configuration: quality and time of the variants from the same runs, with trained weights.
-
-    Attributes:
-        model: folder, hub name or quire-tiny.
-        tasks: tasks of `quire.evals`.
-        tokens: maximum length of a prompt with its output.
-        new_tokens: tokens generated for each prompt; an end-of-sequence token is ignored.
-        samples: prompts of each task.
-        pool: KV memory, in rows of full KV.
-        shares: caps of Batch-Max as fractions of `tokens`, ascending; the claims use the first.
-        decode_shares: caps of decode-only eviction by the same rule, as fractions of `tokens`,
-            ascending; the one with the quality of Batch-Max is interpolated between them.
-        every: tokens evicted at a time.
-    """
-
-    model: str = "quire-tiny"
-    tasks: tuple[str, ...] = TASKS
-    tokens: int = 512
-    new_tokens: int = 48
-    samples: int = 48
-    pool: int = 8
-    shares: tuple[float, ...] = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
-    decode_shares: tuple[float, ...] = (0.125, 0.1875, 0.25)
-    every: int = 16
-
-    @property
-    def caps(self) -> tuple[int, ...]:
-        """Caps in tokens."""
-        return tuple(int(share * self.tokens) for share in self.shares)
-
-    @property
-    def final_tokens(self) -> int:
-        """Most final tokens of a row."""
-        return self.tokens + self.new_tokens
-
-    def arms(self) -> tuple[EvictionArm, ...]:
-        """The paper's arms, and those that evict after prefill."""
-        decoding = (decode_by_rule(cap, self.every) for cap in self.decode_caps)
-        return (*arms_of(self.caps, self.every), *decoding)
-
-    @property
-    def decode_caps(self) -> tuple[int, ...]:
-        """Caps of decode-only eviction, in tokens."""
-        return tuple(int(share * self.tokens) for share in self.decode_shares)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchMaxConfig:
-    """Configuration of both parts.
-
-    Attributes:
-        speed, quality: configurations of the parts.
-    """
-
-    speed: SpeedConfig = field(default_factory=SpeedConfig)
-    quality: QualityConfig = field(default_factory=QualityConfig)
-
 
 QUICK_BATCH_MAX = BatchMaxConfig(
-    speed=SpeedConfig(
-        prompt_tokens=896,
-        new_tokens=128,
-        caps=(224,),
-        every=16,
-        repeats=1,
-        continuous_prompts=4,
-        equal_prompts=4,
-    ),
-    quality=QualityConfig(
-        tasks=("lines", "niah", "labels"),
-        tokens=256,
-        new_tokens=32,
-        samples=4,
-        pool=2,
-        shares=(0.25, 0.5, 0.75),
-    ),
+    prompt_tokens=896, new_tokens=128, caps=(224,), every=16, repeats=1, continuous_prompts=4
 )
-"""A quarter of all lengths; half for quire-tiny, where three of its tasks still fit."""
+"""A quarter of all lengths."""

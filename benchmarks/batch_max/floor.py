@@ -8,8 +8,7 @@ out, so that the ratios are upper bounds for any engine on a machine.
 
 from dataclasses import dataclass
 
-from benchmarks.batch_max.arms import ED, FKV, bm_name
-from benchmarks.batch_max.config import SpeedConfig
+from benchmarks.batch_max.config import ED, FKV, BatchMaxConfig, bm_name
 from benchmarks.common.models import SHAPES
 from benchmarks.common.result import Numbers
 from benchmarks.roofline.rates import RateProbe
@@ -41,7 +40,7 @@ class Limits:
     block_flops_per_s: float
 
 
-def measure_limits(config: SpeedConfig, block_rows: int) -> Limits:
+def measure_limits(config: BatchMaxConfig, block_rows: int) -> Limits:
     """Measure the limits.
 
     Args:
@@ -60,7 +59,7 @@ def measure_limits(config: SpeedConfig, block_rows: int) -> Limits:
     )
 
 
-def floor_claims(config: SpeedConfig, limits: Limits, batches: dict[str, int]) -> Numbers:
+def floor_claims(config: BatchMaxConfig, limits: Limits, batches: dict[str, int]) -> Numbers:
     """Ratios of throughput at the limits, and the limits.
 
     Args:
@@ -79,7 +78,7 @@ def floor_claims(config: SpeedConfig, limits: Limits, batches: dict[str, int]) -
     }
 
 
-def _tokens_per_s(config: SpeedConfig, limits: Limits, arm: str, rows: int) -> float:
+def _tokens_per_s(config: BatchMaxConfig, limits: Limits, arm: str, rows: int) -> float:
     """Generated tokens per second of an arm at the limits, with prefill in the time."""
     spec = ModelSpec.from_config(SHAPES[config.model]().to_dict())
     rates = floor_rates(

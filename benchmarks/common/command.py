@@ -84,7 +84,7 @@ def part_files(
     from benchmarks.common.rendering import as_csv, report, svg
 
     tables = [table for result in results.values() for table in result.tables]
-    pictures = [picture for result in results.values() for picture in result.pictures]
+    pictures = [picture for result in results.values() for picture in result.charts]
     files = {
         f"{bench}.json": (json.dumps(run, indent=2) + "\n").encode(),
         f"{bench}.md": report(bench, tables).encode(),

@@ -81,7 +81,7 @@ def write_measured_page(
         store(merged([*before, *map(page.named, runs)]), stored)
     values = page.values(json.loads(stored.read_text(encoding="utf-8")))
     for part in values["parts"]:
-        for picture in part["result"].pictures:
+        for picture in part["result"].charts:
             (docs / "images" / f"measured-{picture.name}.svg").write_bytes(svg(picture))
     text = templates.get_template(f"{name}.md.j2").render(name=name, **values)
     (docs / f"{name}-measured.md").write_text(text, encoding="utf-8")

@@ -1,7 +1,6 @@
 """Render results as text and pictures.
 
-Tables become Markdown or CSV; pages come from Jinja2 templates; lines, bars and heat
-maps become SVG.
+Tables become Markdown or CSV; pages come from Jinja2 templates; lines and bars become SVG.
 """
 
 import csv
@@ -12,12 +11,11 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from benchmarks.common.result import Cell, Chart, HeatMap, Table
-from quire.sim.plots import drawn, drawn_figure
+from benchmarks.common.result import Cell, Chart, Table
+from quire.sim.plots import drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 SHARED_TEMPLATES = Path(__file__).resolve().parent / "templates"
@@ -67,33 +65,16 @@ def as_csv(table: Table) -> str:
     return file.getvalue()
 
 
-_PANELS_ACROSS, _PANEL_INCHES = 3, 2.4
 _COLOURS = ("#1f5fa8", "#d1662b", "#1a7f5a", "#8a3ea8", "#444444")
 
 
-def svg(chart: Chart | HeatMap) -> bytes:
-    """Render a chart or a heat map as an SVG file.
+def svg(chart: Chart) -> bytes:
+    """Render a chart as an SVG file.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    if isinstance(chart, Chart):
-        return drawn(lambda axes: _draw(axes, chart))
-    return drawn_figure(lambda figure: _draw_map(figure, chart))
-
-
-def _draw_map(figure: "Figure", found: HeatMap) -> None:
-    across = min(_PANELS_ACROSS, len(found.panels))
-    down = -(-len(found.panels) // across)
-    figure.set_size_inches(figure.get_figwidth(), _PANEL_INCHES * down + 0.6)
-    for i, (label, rows) in enumerate(found.panels.items()):
-        axes = figure.add_subplot(down, across, i + 1)
-        axes.pcolormesh(rows, vmin=0, vmax=1, cmap="Blues", rasterized=True)
-        axes.invert_yaxis()
-        axes.set_title(label, fontsize="medium")
-    figure.suptitle(found.title)
-    figure.supxlabel(found.x_label)
-    figure.supylabel(found.y_label)
+    return drawn(lambda axes: _draw(axes, chart))
 
 
 def _draw(axes: "Axes", chart: Chart) -> None:

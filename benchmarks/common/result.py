@@ -1,4 +1,4 @@
-"""Results of a benchmark part: claims, tables, pictures and raw measurements."""
+"""Results of a benchmark part: claims, tables, charts and raw measurements."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -46,23 +46,6 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeatMap:
-    """A picture of fractions from 0 (white) to 1, with one panel per matrix.
-
-    Attributes:
-        name: name of its file.
-        title, x_label, y_label: texts with units.
-        panels: matrices by label; rows from the top, columns from the left.
-    """
-
-    name: str
-    title: str
-    x_label: str
-    y_label: str
-    panels: Mapping[str, tuple[tuple[float, ...], ...]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PartResult:
     """Result of one part.
 
@@ -70,7 +53,6 @@ class PartResult:
         claims: claim values by name.
         tables: tables in page order.
         charts: charts of the results.
-        maps: heat maps of the results.
         raw: values of every repeat, as JSON values.
         seconds: duration of the part.
     """
@@ -78,14 +60,8 @@ class PartResult:
     claims: Numbers
     tables: tuple[Table, ...]
     charts: tuple[Chart, ...] = ()
-    maps: tuple[HeatMap, ...] = ()
     raw: Mapping[str, Any] = field(default_factory=dict)
     seconds: int | float = 0
-
-    @property
-    def pictures(self) -> tuple[Chart | HeatMap, ...]:
-        """Charts, then maps."""
-        return (*self.charts, *self.maps)
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values."""
@@ -98,7 +74,6 @@ class PartResult:
             claims=stored["claims"],
             tables=tuple(_table(found) for found in stored["tables"]),
             charts=tuple(_chart(found) for found in stored["charts"]),
-            maps=tuple(_map(found) for found in stored.get("maps", ())),
             raw=stored.get("raw", {}),
             seconds=stored["seconds"],
         )
@@ -112,11 +87,6 @@ def _table(stored: Mapping[str, Any]) -> Table:
 def _chart(stored: Mapping[str, Any]) -> Chart:
     lines = {label: _points(points) for label, points in stored["lines"].items()}
     return Chart(**{**stored, "lines": lines})
-
-
-def _map(stored: Mapping[str, Any]) -> HeatMap:
-    panels = {label: tuple(map(tuple, rows)) for label, rows in stored["panels"].items()}
-    return HeatMap(**{**stored, "panels": panels})
 
 
 def _points(stored: Iterable[Any]) -> tuple[tuple[str | int | float, int | float], ...]:

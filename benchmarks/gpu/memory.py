@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks.batch_max.arms import batch_max, full_kv
+from benchmarks.batch_max.config import batch_max, full_kv
 from benchmarks.common.decoding import generate_all
 from benchmarks.common.models import SHAPES, random_weights
 from benchmarks.common.result import Cell, Numbers, PartResult, Table

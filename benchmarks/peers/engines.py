@@ -75,8 +75,7 @@ def default_quire() -> tuple[Engine, ...]:
     """Quire with default options, and with eviction.
 
     As in OpenVINO, prompts are computed as a whole, and tokens are evicted afterwards. The rule
-    retains fewer tokens than OpenVINO's (144 to 160). It answers more of quire-tiny's tasks on
-    average, and changes running text more: see docs/log.md.
+    retains fewer tokens than OpenVINO's (144 to 160): see docs/log.md.
     """
     return quire_engine(f"{QUIRE}="), quire_engine(f"{QUIRE_EVICT}=--evict {EVICTION_RULE}")
 

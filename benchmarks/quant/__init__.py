@@ -1,1 +1,1 @@
-"""`python -m benchmarks quant`: costs and savings of KV codecs: bytes, time, quality."""
+"""`python -m benchmarks quant`: costs and savings of KV codecs: bytes and time."""

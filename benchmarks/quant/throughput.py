@@ -14,13 +14,14 @@ from benchmarks.common.decoding import decoding_engine
 from benchmarks.common.models import SHAPES, random_model
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.common.tables import table_of
-from benchmarks.quality.texts import PLAIN
 from benchmarks.quant.config import QuantThroughputConfig
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.layout.kv_format import fill_plain
 from quire.layout.layout import layout_for
 from quire.models.loader import LoadedModel
 from quire.profile.ceilings import random_prompt, seconds
+
+PLAIN = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.batch_max.config import PARTS as BATCH_MAX
+from benchmarks.batch_max.command import PARTS as BATCH_MAX
 from benchmarks.cluster.parts import PARTS as CLUSTER
-from benchmarks.eviction.quality import make_parts as eviction_parts
-from benchmarks.kvcrush.quality import make_parts as kvcrush_parts
+from benchmarks.eviction import PARTS as EVICTION
+from benchmarks.kvcrush import PARTS as KVCRUSH
 from benchmarks.memory.command import PARTS as MEMORY
 from benchmarks.offload.command import PARTS as OFFLOAD
-from benchmarks.quality.cells import CellFile, Material
-from benchmarks.quant.quality import make_parts as quant_parts
+from benchmarks.quant.command import PARTS as QUANT
 from benchmarks.rebatch.parts import PARTS as REBATCH
+from benchmarks.weights import PARTS as WEIGHTS
 from quire.scale.routing.policies import ROUTERS
 from quire.scheduler.batchers import DENSE_BATCHERS
 from support.measured_pages import load_maker
@@ -47,35 +47,20 @@ def test_page_generated_from_stored_results_equals_the_committed_page(name: str,
         assert stored.read_bytes() == (DOCS / "results" / stored.name).read_bytes()
 
 
-def unused(*_: object) -> None:
-    raise AssertionError("no part is run here")
-
-
-SHARED = {
-    "load": unused,
-    "prompt_maker_for": unused,
-    "running_for": unused,
-    "stored": CellFile(None),
-    "commit": None,
-    "show": unused,
-}
-
-
-def eviction_names() -> list[str]:
-    rules = eviction_parts(Material(**SHARED))
-    return [*(f"batch-max-{name}" for name in BATCH_MAX), *(f"rules-{name}" for name in rules)]
-
-
 @pytest.mark.parametrize(
     ("page", "parts"),
     [
         ("cluster", CLUSTER),
-        ("eviction", eviction_names()),
-        ("kvcrush", kvcrush_parts(Material(**SHARED))),
+        (
+            "eviction",
+            [*(f"batch-max-{name}" for name in BATCH_MAX), *(f"rules-{n}" for n in EVICTION)],
+        ),
+        ("kvcrush", KVCRUSH),
         ("memory", MEMORY),
         ("offload", OFFLOAD),
-        ("quant", quant_parts(Material(**SHARED))),
+        ("quant", QUANT),
         ("rebatch", REBATCH),
+        ("weights", WEIGHTS),
     ],
 )
 def test_every_part_has_a_title(page: str, parts: Iterable[str]):

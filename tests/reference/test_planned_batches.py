@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.batch_max.running import rows_that_fit
+from benchmarks.batch_max.speed import rows_that_fit
 from quire.cli.plan_maximize import BatchQuestion, batch_report
 from quire.plan.ceilings import NotUsable
 from support.engines import load

@@ -1,11 +1,13 @@
 """The codec benchmark, part by part, at tiny sizes and with given values."""
 
+import json
 from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from benchmarks.common.attention import AttentionBench, AttentionShape
-from benchmarks.quality.texts import TextScores
 from benchmarks.quant.attention import AttentionTimes, measure_length
 from benchmarks.quant.attention import claims as attention_claims
 from benchmarks.quant.capacity import codes_bytes, run_capacity, sequence_bytes
@@ -15,8 +17,6 @@ from benchmarks.quant.config import (
     QuantAttentionConfig,
     QuantBenchConfig,
 )
-from benchmarks.quant.quality import PAIRS, evicting_claims, name_of, ordering_claims
-from benchmarks.quant.quality import claims as text_claims
 from benchmarks.quant.throughput import CodecRate, measure_rates
 from benchmarks.quant.throughput import claims as rate_claims
 from quire.errors import ConfigError
@@ -130,62 +130,53 @@ def test_quantized_kv_fits_more_rows():
     assert all(len(one.step_s) == 1 for one in (plain, int8, int4))
 
 
-# ---- quality -------------------------------------------------------------------------------------
-
-
-def texts(kl: float, nats: float) -> TextScores:
-    return TextScores(kl=(kl, kl), top_1=(1.0, 0.5), nats=(nats, nats), request_bytes=9)
-
-
-def test_quality_claims_are_relative_to_plain_kv():
-    found = {"none": texts(0.0, 2.0), "int8/int4": texts(0.25, 2.1)}
-    claims = text_claims(found)
-
-    assert claims["int8_int4_kl"] == 0.25
-    assert claims["int8_int4_top_1"] == 0.75
-    assert claims["int8_int4_perplexity_change"] == pytest.approx(2.718281828**0.1 - 1)
-
-
-def test_orderings_are_ratios_of_kl():
-    codecs = {codec for both in PAIRS.values() for codec in both}
-    found = {codec: texts(2.0, 1.0) for codec in codecs}
-    found["int4_outliers"] = texts(1.0, 1.0)
-    claims = ordering_claims(found)
-
-    assert claims["outliers_over_none_4"] == 0.5
-    assert claims["channel_over_token_keys_2"] == 1
-
-
-def test_mixed_codecs_are_compared_with_the_best_uniform_codec():
-    """0.2 over 0.4 with the same base codec, 0.2 over 0.3 with the best uniform codec."""
-    found = {
-        0.25: {
-            "none": texts(0.9, 1.0),
-            "int8+residual=9": texts(0.3, 1.0),
-            "int2+residual=9": texts(0.4, 1.0),
-            "int2+residual=9+promoted=4:int8": texts(0.2, 1.0),
-            "int2+residual=9+promoted=1:int4": texts(0.5, 1.0),
-        }
-    }
-    claims = evicting_claims(found)
-
-    assert claims["mixed_over_uniform_25"] == pytest.approx(2 / 3)
-    assert claims["mixed_over_int2_25"] == pytest.approx(1 / 2)
-    assert claims["int8_over_plain_25"] == pytest.approx(1 / 3)
-    assert len(claims) == 3
-
-
-def test_byte_cap_is_equal_for_all_codecs():
-    assert QuantBenchConfig().evicting.evict(4096) == "h2o:recent=32,every=64,cap=4096B"
-
-
-def test_claim_names_are_alphanumeric():
-    assert name_of("int8/int4:group=32") == "int8_int4_group_32"
-
-
 def test_full_size_config_matches_the_claims():
     config = QuantBenchConfig()
     shape = config.attention.shape
 
     assert (shape.batch, shape.tokens, shape.num_kv_heads, shape.head_dim) == (32, 4096, 8, 128)
     assert config.attention.repeats >= 5
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("arguments", "parts", "claims"),
+    [
+        (
+            (),
+            ["capacity", "attention", "throughput"],
+            {"int8_attention_speedup", "int4_capacity_ratio", "int8_gain_max_batch"},
+        ),
+        (
+            ("--parts", "attention", "--codecs", "int8/int4", "--batch", "1"),
+            ["attention"],
+            {"int8_int4_attention_speedup"},
+        ),
+    ],
+)
+def test_command_prints_claims_of_the_selected_parts(arguments, parts, claims):
+    line = ["quant", "--quick", "--json", *arguments]
+    result = CliRunner().invoke(app, line, catch_exceptions=False)
+
+    assert result.exit_code == 0, result.output
+    run = json.loads(result.stdout.splitlines()[-1])
+    assert (run["name"], list(run["arms"])) == ("bench quant", parts)
+    assert claims <= set(run["quick_figures"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--codecs", "int5"), "int4"),
+        (("--parts", "speed"), "throughput"),
+        (("--dtype", "bfloat17"), "bfloat16"),
+    ],
+)
+def test_invalid_options_raise_before_a_run(arguments: tuple[str, ...], message: str):
+    result = CliRunner().invoke(app, ["quant", *arguments])
+
+    assert result.exit_code != 0
+    assert message in result.output + str(result.exception)

@@ -1,4 +1,4 @@
-"""Part `overhead`: time to select representatives in a run, with random weights.
+"""`python -m benchmarks kvcrush`: time to select representatives, with random weights.
 
 alone      the base rule
 kvcrush    KVCrush with this base rule
@@ -13,7 +13,7 @@ selection by scores. The base rule selects by scores too, so what KVCrush adds i
 as a fraction of the run with KVCrush. Scores and compaction are counted separately; KVCrush adds to
 scores because every query head is scored, and the base rule alone scores KV heads.
 
-While the part runs, the methods of eviction rules are wrapped with a stopwatch. Time is charged to
+While it runs, the methods of eviction rules are wrapped with a stopwatch. Time is charged to
 the innermost open phase, so phases add up. The methods are wrapped on their classes and restored
 afterwards; the engine has no code for it.
 """
@@ -21,16 +21,19 @@ afterwards; the engine has no code for it.
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import wraps
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
+from benchmarks.common.command import run_command
+from benchmarks.common.flags import AsJson, Out, Threads, quick_option
 from benchmarks.common.models import SHAPES, random_model
 from benchmarks.common.result import Numbers, PartResult, Table
-from benchmarks.kvcrush.arms import BEST, HEAD_FORMS, around, crushed
-from benchmarks.kvcrush.config import OverheadConfig
+from benchmarks.eviction import evict_value
+from quire.cli.common import use_threads
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
@@ -38,6 +41,7 @@ from quire.engine.core import Engine
 from quire.errors import InvariantError
 from quire.eviction.eviction import PolicyEvictor
 from quire.kernels.native.backend import NativeAttention
+from quire.layout.config import dtype_bytes
 from quire.layout.eviction import PREFILL_AND_DECODE
 from quire.models.loader import LoadedModel
 from quire.policies.base import ScorePolicy
@@ -67,6 +71,36 @@ _WATCHED: tuple[tuple[type, str, str], ...] = (
     (KVCrush, "represent", REPRESENTATIVES),
     (KVCrush, "retained_in_c", REPRESENTATIVES),
     (KMeans, "represent", REPRESENTATIVES),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverheadConfig:
+    """Configuration of the runs.
+
+    Attributes:
+        model: a name in SHAPES.
+        base: base rule.
+        rows: number of requests that run together.
+        prompt_tokens, new_tokens: tokens of each prompt and of each output.
+        cap, every: cap, and number of tokens evicted at once.
+        share: fraction of the budget for representatives.
+        dtype: dtype of weights and KV.
+    """
+
+    model: str = "125m"
+    base: str = "h2o"
+    rows: int = 16
+    prompt_tokens: int = 1_024
+    new_tokens: int = 512
+    cap: int = 672
+    every: int = 64
+    share: float = 0.25
+    dtype: str = "bfloat16"
+
+
+QUICK_KVCRUSH = OverheadConfig(
+    model="small", rows=4, prompt_tokens=256, new_tokens=64, cap=168, every=16
 )
 
 
@@ -158,16 +192,20 @@ class Run:
 
 
 def arms(config: OverheadConfig) -> dict[str, str]:
-    """`--evict` values by arm."""
-    share = f"share={config.share:g}"
+    """`--evict` values by arm.
+
+    Raises:
+        UnknownName, ConfigError: an invalid base rule.
+    """
+    based = f"base=({config.base}),share={config.share:g}"
     rules = {
         ALONE: config.base,
-        KVCRUSH: crushed(config.base, config.share),
-        OF_HEADS: crushed(config.base, config.share, "sets=head", HEAD_FORMS[BEST]),
-        KMEANS: around("kmeans", config.base, share),
+        KVCRUSH: f"kvcrush:{based}",
+        OF_HEADS: f"kvcrush:{based},sets=head,pick=best",
+        KMEANS: f"kmeans:{based}",
     }
     return {
-        name: rule.evict(config.cap, config.every, PREFILL_AND_DECODE)
+        name: evict_value(rule, config.cap, config.every, PREFILL_AND_DECODE)
         for name, rule in rules.items()
     }
 
@@ -200,7 +238,7 @@ def _run(model: LoadedModel, config: OverheadConfig, evict: str) -> Run:
 
 
 def run_overhead(config: OverheadConfig) -> PartResult:
-    """Run the part."""
+    """Run all arms."""
     runs = measure(config)
     return PartResult(
         claims=claims(runs),
@@ -239,7 +277,7 @@ def _table(config: OverheadConfig, runs: Mapping[str, Run]) -> Table:
         caption=(
             f"{config.rows} prompts of {config.prompt_tokens:,} tokens and outputs of "
             f"{config.new_tokens}, "
-            f"cap {config.cap}, {config.every} tokens evicted at once, base {config.base.text}, "
+            f"cap {config.cap}, {config.every} tokens evicted at once, base {config.base}, "
             f"random-weight Llama ({config.model}), {config.dtype}. In percent of the run; "
             f"overhead is {', '.join(COUNTED)} (distances and buckets, or clusters); added is the "
             "overhead without the selection of the base rule alone."
@@ -247,3 +285,24 @@ def _table(config: OverheadConfig, runs: Mapping[str, Run]) -> Table:
         columns=("rule", "run s", *(f"{phase} %" for phase in PHASES), "overhead %", "added %"),
         rows=tuple(rows),
     )
+
+
+PARTS: Mapping[str, Callable[[OverheadConfig], PartResult]] = {"overhead": run_overhead}
+
+
+def kvcrush(
+    *,
+    base: Annotated[str, typer.Option(help="Base rule, with options if any.")] = "h2o",
+    dtype: Annotated[str, typer.Option(help="Type of weights and KV.")] = "bfloat16",
+    out: Out = None,
+    quick: Annotated[bool, quick_option("A small shape, few short prompts.")] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the time that KVCrush and k-means add to a run with their base rule."""
+    config = QUICK_KVCRUSH if quick else OverheadConfig()
+    dtype_bytes(dtype)  # refuses unknown types
+    config = replace(config, base=base, dtype=dtype)
+    arms(config)  # refuses invalid rules
+    use_threads(threads)
+    run_command("kvcrush", PARTS, "", config, asdict(config), out, quick=quick, as_json=as_json)

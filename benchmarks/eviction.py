@@ -1,4 +1,6 @@
-"""Parts `cost` and `ready`: time that eviction adds to decode steps, and without evicting.
+"""`python -m benchmarks eviction`: time that eviction adds to decode steps, and without evicting.
+
+Part `cost` has all arms:
 
 full       no eviction
 again      the same a second time: the difference of two equal arms
@@ -10,39 +12,87 @@ pressure   when=pressure in an ample memory, with recent and with the rule: no t
 Arms that evict have `cap` tokens a row at the start of every round and `every` more at its end. The
 others start each round anew, with prompts of `cap` tokens, so that all arms attend to equal KV.
 
-`ready` has full, again and pressure with recent. Its layers are small, so that the time added per
-layer is measurable; in `cost` the step times of two equal arms differ by more. It is the same for
-layers of any size: it records the position of each slot's token and checks the lengths of lanes.
+Part `ready` has full, again and pressure with recent. Its layers are small, so that the time added
+per layer is measurable; in `cost` the step times of two equal arms differ by more. It is the same
+for layers of any size: it records the position of each slot's token and checks the lengths of
+lanes.
 
 Eviction is part of planning a step, so its time is the planning time beyond that of full KV. Arms
 run in turn step by step, because a machine's speed drifts within seconds by more than the effect.
 Processor time is measured too: it does not count other programs on the machine.
 """
 
+import re
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated
 
 import torch
+import typer
 
+from benchmarks.common.command import run_command
 from benchmarks.common.decoding import all_decode, decoding_engine
+from benchmarks.common.flags import AsJson, Out, Threads, parts_option, quick_option
 from benchmarks.common.models import SHAPES, random_model
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.common.tables import table_of
-from benchmarks.eviction.config import CostConfig
-from benchmarks.quality.rules import Rule
+from quire.cli.common import use_threads
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.engine.core import Engine
 from quire.errors import InvariantError
 from quire.layout.eviction import PREFILL_AND_DECODE, PRESSURE
 from quire.models.loader import LoadedModel
+from quire.policies.eviction import make_eviction
 from quire.policies.registry import FULL
 from quire.profile.ceilings import random_prompt
 from quire.scheduler.step import StepTimes
 
 AGAIN, RECENT, RULE = "again", "recent", "rule"
 PRESSURE_RECENT, PRESSURE_RULE = "pressure_recent", "pressure_rule"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostConfig:
+    """Configuration of one part.
+
+    Attributes:
+        model: a name in SHAPES; its weights are random.
+        rule: the measured eviction rule without its cap, also with `when=pressure`.
+        others: further rules whose whole cost is measured.
+        cap, every: cap and eviction interval in tokens; prompts are as long as the cap.
+        rows: rows that decode together.
+        repeats: rounds of all variants, of `every` steps each, after one that is not counted.
+    """
+
+    model: str = "125m"
+    rule: str = "average"
+    others: tuple[str, ...] = ("h2o", "snapkv", "sinks", "keydiff")
+    cap: int = 1_024
+    every: int = 64
+    rows: int = 32
+    repeats: int = 5
+
+
+SMALL_LAYERS = CostConfig(model="small", others=(), cap=64, every=32, repeats=12)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictionBenchConfig:
+    """Configuration of both parts."""
+
+    cost: CostConfig = field(default_factory=CostConfig)
+    ready: CostConfig = field(default_factory=lambda: SMALL_LAYERS)
+
+
+QUICK_EVICTION = EvictionBenchConfig(
+    cost=CostConfig(model="small", others=("h2o",), cap=128, every=16, rows=8, repeats=1),
+    ready=CostConfig(model="small", cap=32, every=4, rows=2, repeats=1),
+)
+
+
+# ---- measurement ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +121,37 @@ Round = Mapping[str, StepCost]
 
 
 def arms(config: CostConfig) -> dict[str, str]:
-    """`--evict` values by arm."""
-    recent, rule = Rule("recent"), config.rule
+    """`--evict` values by arm.
+
+    Raises:
+        UnknownName, ConfigError: an invalid rule, or a cap that is too small for it.
+    """
+
+    def evict(rule: str, when: str) -> str:
+        return evict_value(rule, config.cap, config.every, when)
+
+    named = {re.sub(r"\W+", "_", rule).strip("_"): rule for rule in config.others}
     return {
         FULL: FULL,
         AGAIN: FULL,
-        RECENT: recent.evict(config.cap, config.every, PREFILL_AND_DECODE),
-        RULE: rule.evict(config.cap, config.every, PREFILL_AND_DECODE),
-        **{r.name: r.evict(config.cap, config.every, PREFILL_AND_DECODE) for r in config.others},
-        PRESSURE_RECENT: recent.evict(config.cap, config.every, PRESSURE),
-        PRESSURE_RULE: rule.evict(config.cap, config.every, PRESSURE),
+        RECENT: evict("recent", PREFILL_AND_DECODE),
+        RULE: evict(config.rule, PREFILL_AND_DECODE),
+        **{name: evict(rule, PREFILL_AND_DECODE) for name, rule in named.items()},
+        PRESSURE_RECENT: evict("recent", PRESSURE),
+        PRESSURE_RULE: evict(config.rule, PRESSURE),
     }
+
+
+def evict_value(rule: str, cap: int, every: int, when: str) -> str:
+    """The `--evict` value of a rule, with its options if any, for a cap and a schedule.
+
+    Raises:
+        UnknownName, ConfigError: an invalid rule, or a cap that is too small for it.
+    """
+    name, _, options = rule.partition(":")
+    made = f"{name}:cap={cap},every={every},when={when}" + (f",{options}" if options else "")
+    make_eviction(made)
+    return made
 
 
 class TimedArm:
@@ -257,3 +327,36 @@ def ready_claims(rounds: Sequence[Round], num_layers: int) -> Numbers:
 
 def _layer_us(rounds: Sequence[Round], arm: str, num_layers: int) -> float:
     return 1e6 * _median(rounds, lambda r: r[arm].step_s - r[FULL].step_s) / num_layers
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+PARTS: Mapping[str, Callable[[EvictionBenchConfig], PartResult]] = {
+    "cost": lambda config: run_cost(config.cost),
+    "ready": lambda config: run_ready(config.ready),
+}
+
+
+def eviction(
+    *,
+    parts: Annotated[str, parts_option(*PARTS)] = "",
+    rules: Annotated[
+        str,
+        typer.Option(
+            help="Rules of the part cost, separated by semicolons: 'h2o; snapkv:window=16'. The "
+            "first also runs with when=pressure."
+        ),
+    ] = "",
+    out: Out = None,
+    quick: Annotated[bool, quick_option("Small shapes, one round.")] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the time that eviction adds to decode steps, and without evicting."""
+    config = QUICK_EVICTION if quick else EvictionBenchConfig()
+    if rules.strip():
+        first, *others = (rule.strip() for rule in rules.split(";"))
+        config = replace(config, cost=replace(config.cost, rule=first, others=tuple(others)))
+        arms(config.cost)  # refuses invalid rules before a part runs
+    use_threads(threads)
+    run_command("eviction", PARTS, parts, config, asdict(config), out, quick=quick, as_json=as_json)

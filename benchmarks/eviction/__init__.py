@@ -1,1 +1,0 @@
-"""Comparison of eviction rules: retained tokens, quality and cost."""

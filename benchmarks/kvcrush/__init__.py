@@ -1,1 +1,0 @@
-"""KVCrush compared with its base eviction rules: quality and cost."""
