@@ -1,6 +1,7 @@
 """Cells of the benchmark: the job of each run, its stored result, medians and claims."""
 
 import json
+import os
 import random
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,7 +10,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.json_lines import JsonLines
 from benchmarks.common.models import SHAPES
 from benchmarks.common.result import Numbers
 from benchmarks.peers.config import ELEMENT_BYTES, MAIN_MODEL, PeersConfig, Shape
@@ -279,13 +279,14 @@ class Cells:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._lines = JsonLines(path)
+        self._path = path
         self._known: dict[CellKey, Cell] = {}
-        for stored in self._lines.read():
+        text = path.read_text(encoding="utf-8") if path is not None and path.is_file() else ""
+        for line in text.splitlines():
             try:
-                cell = Cell.from_json(stored)
-            except (KeyError, TypeError):
-                continue  # of another version
+                cell = Cell.from_json(json.loads(line))
+            except (json.JSONDecodeError, KeyError, TypeError):
+                continue  # incomplete, or of another version
             self._known[cell.key] = cell
 
     def find(self, key: CellKey) -> Cell | None:
@@ -296,7 +297,16 @@ class Cells:
         """Store a cell, unless it failed."""
         if cell.measures is not None:
             self._known[cell.key] = cell
-            self._lines.add(cell.to_json())
+            self._append(cell.to_json())
+
+    def _append(self, stored: Mapping[str, Any]) -> None:
+        if self._path is None:
+            return
+        with self._path.open("a+b") as file:
+            if file.tell():  # an interrupted run may have left an incomplete line
+                file.seek(-1, os.SEEK_END)
+                file.write(b"" if file.read(1) == b"\n" else b"\n")
+            file.write(json.dumps(stored).encode() + b"\n")
 
 
 def interleaved(engines: Sequence[Engine], repeats: int) -> Iterator[tuple[int, Engine]]:

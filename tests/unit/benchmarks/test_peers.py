@@ -272,6 +272,8 @@ def test_a_resumed_run_repeats_failed_cells_only(made_part, tmp_path):
     part, ran = made_part
     first = part.run()
     ran.clear()
+    with (tmp_path / "cells.jsonl").open("a") as file:
+        file.write('{"key": {')  # an interrupted run
 
     again = replace(part, cells=Cells(tmp_path / "cells.jsonl")).run()
 
@@ -280,6 +282,9 @@ def test_a_resumed_run_repeats_failed_cells_only(made_part, tmp_path):
     ran.clear()
     replace(part, cells=Cells(tmp_path / "cells.jsonl"), commit="def").run()
     assert len(ran) == 2 * 6
+    ran.clear()
+    replace(part, cells=Cells(tmp_path / "cells.jsonl"), commit="def").run()
+    assert {name for _, name in ran} == {"vllm", "llamacpp"}
 
 
 def test_result_is_the_last_json_object_of_the_output():
