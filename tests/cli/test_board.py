@@ -126,7 +126,7 @@ def test_the_best_entries_are_confirmed_with_more_prompts_and_other_lengths(quir
         "[[grid]]\nrules = ['recent:sinks=4', 'random']\nbudgets = ['50%']\n"
         "schedules = ['prefill_end']\ncodecs = ['none', 'int8']\n"
     )
-    options = ("--grids", grids, "--share-prefill", "--confirm", "1", "--confirm-prompts", "4")
+    options = ("--grids", grids, "--share-prefill", "--confirm", "1", "--confirm-prompts", "4,3")
     run = quire(*SMALL, *options, "--confirm-tokens", "200,240", "--out", tmp_path)
 
     assert run.exit_code == 0, run.stderr
@@ -135,16 +135,68 @@ def test_the_best_entries_are_confirmed_with_more_prompts_and_other_lengths(quir
         (one["config"]["tokens"], one["config"]["num_prompts"]) for one in arms["confirmed"]
     ] == [
         (200, 4),
-        (240, 4),
+        (240, 3),
     ]
+    assert {one["config"]["seeds"][0] for one in arms["confirmed"]} == {2}  # new prompts
     best = {row["evict"] for one in arms["confirmed"] for row in one["arms"]["rows"]}
     assert "full" in best
     assert len(best) <= 4  # full KV, and one of each class of bytes
     page = (tmp_path / "board.md").read_text(encoding="utf-8")
     assert "## Confirmed" in page
-    assert "with 4, 4 prompts of 200, 240 tokens" in page
+    assert "with 4, 3 prompts of 200, 240 tokens" in page
     again = quire(*SMALL, *options, "--confirm-tokens", "200,240", "--out", tmp_path)
     assert json.loads(again.stdout.splitlines()[-1])["arms"] == arms
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--tasks", "arithmetic"), "--confirm at 1024 tokens: left out, no entry has a quality"),
+        (("--confirm-prompts", "9999999"), "--confirm at 1024 tokens: expected a text of more"),
+    ],
+)
+def test_a_leaderboard_without_confirmed_entries_has_its_pages(quire, tmp_path, options, why):
+    rules = ("--rules", "random", "--tasks", "repeats,perplexity")
+    run = quire(*SMALL, *rules, "--confirm", "1", *options, "--out", tmp_path)
+
+    assert run.exit_code == 0, run.stderr
+    assert why in " ".join(run.stderr.split())
+    assert json.loads(run.stdout.splitlines()[-1])["claims"]["entries"] == 2
+    assert "## Confirmed" not in (tmp_path / "board.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--confirm", "-1"), "--confirm"),
+        (("--confirm-tokens", ""), "expected --confirm-tokens of 1 or more, got ''"),
+        (("--confirm-tokens", "200,99999"), "--confirm-tokens of at most 4096, the model's"),
+        (("--confirm-prompts", "0"), "expected --confirm-prompts of 1 or more, one for each task"),
+        (("--confirm-prompts", "9,9"), "one for each of 1 lengths of --confirm-tokens, got '9,9'"),
+        (("--confirm-prompts", "many"), "expected --confirm-prompts as whole numbers"),
+    ],
+)
+def test_invalid_options_of_confirm_are_refused_before_the_first_entry(
+    quire, tmp_path, options, message
+):
+    run = quire(*SMALL, "--confirm", "1", *options, "--out", tmp_path)
+
+    assert run.exit_code == 2
+    assert message in " ".join(run.stderr.split())
+    assert not (tmp_path / "cells").exists()
+
+
+def test_rules_that_one_engine_cannot_serve_together_run_in_several(quire, tmp_path):
+    """Re-rotated keys are stored before RoPE, and `kvzip` reads no tokens of residual codecs."""
+    rules = ("--rules", "recent;streaming:sinks=4;kvzip", "--codecs", "none,int4:recent=16")
+    run = quire(*SMALL, *rules, "--num-prompts", "2", "--share-prefill", "--out", tmp_path)
+
+    assert run.exit_code == 0, run.stderr
+    arms = json.loads(run.stdout.splitlines()[-1])["arms"]
+    [why] = arms["refused"].values()
+    assert "kvzip" in next(iter(arms["refused"]))
+    assert "recent" in why
+    assert len(arms["rows"]) == 7
 
 
 def test_quick_and_a_file_of_grids_exclude_each_other(quire, tmp_path):

@@ -16,7 +16,7 @@ from quire.cli.report import envelope, prepare_folder, print_json, write_files
 from quire.cli.settings import Settings, with_settings
 from quire.cli.tables import show_table
 from quire.cli.tune import NO_AUTO, SEARCHED_KV, refuse_settings, time_limit_option
-from quire.errors import ConfigError
+from quire.errors import ConfigError, QuireError
 from quire.evals.board.grid import FULL, Grid, entries_of, read_grids
 from quire.evals.pace import Pace
 from quire.layout.eviction import PREFILL_END
@@ -85,8 +85,12 @@ class BoardFlags:
         help="Run the best N entries of each class of KV bytes (at most 0.30, 0.55 and 0.80 of "
         "full KV) again with more prompts.",
         metavar="N",
+        min_value=0,
     )
-    confirm_prompts: int = option(500, help="Prompts of all tasks together for --confirm.")
+    confirm_prompts: str = option(
+        "500",
+        help="Prompts of all tasks together for --confirm: one number, or one for each length.",
+    )
     confirm_tokens: str = option(
         "1024", help="Lengths of the prompts for --confirm, separated by commas."
     )
@@ -106,7 +110,7 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
     """Compare eviction rules, budgets, schedules and KV codecs on equal prompts.
 
     Writes a table and a chart of quality against KV bytes. Finished cells are stored in the folder
-    of --out, so that an interrupted run goes on. --time-limit ends a run after the entry that
+    of --out, where a later run continues. --time-limit ends a run after the entry that
     exceeds it; the pages have the entries so far. Ends with exit code 1 if no rule could run.
     """
     from quire.evals.board.result import BoardResult, best_of_classes
@@ -132,36 +136,69 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
         sanity=flags.sanity_check,
         evict_before_question=flags.evict_before_question,
     )
-    lengths = split_numbers("--confirm-tokens", flags.confirm_tokens)
+    counts = _confirm_counts(flags, config)
     refuse_settings(settings, "board")
     prepare_folder(flags.out)
     pace = Pace(flags.time_limit, partial(typer.echo, err=True))
     with board_runner(settings, config, flags.out, pace) as runner:
+        runner.refuse_long("--confirm-tokens", counts)
         found = BoardResult.of(runner.run())
-    confirmed: list[BoardResult] = []
-    count = flags.confirm_prompts // max(1, len(found.judged))
-    for tokens in lengths if flags.confirm and not found.entries_left else ():
-        best = best_of_classes(found.rows, flags.confirm)
-        again = replace(
-            config,
-            entries=(config.reference, *best),
-            tasks=tuple(map(task_of, found.judged)),
-            tokens=tokens,
-            count=count,
-            seeds=config.seeds[:1],
-        )
-        with board_runner(settings, again, flags.out / f"confirm-{tokens}", pace) as runner:
-            confirmed.append(BoardResult.of(runner.run()))
-        if pace.is_over:
-            break
-    result = _result(found, settings, confirmed)
-    write_pages(found, settings.model, flags.out, json_bytes(result), confirmed)
+    result, confirmed = _result(found, settings, ()), list[BoardResult]()
+    write_pages(found, settings.model, flags.out, json_bytes(result))
+    best = best_of_classes(found.rows, flags.confirm)
+    again = replace(
+        config,
+        entries=(config.reference, *best),
+        tasks=tuple(map(task_of, found.judged)) or config.tasks,
+        seeds=(max(config.seeds) + 1,),  # not the prompts by which the entries were chosen
+        sanity=False,
+    )
+    for tokens, count in counts.items():
+        if pace.is_over or found.entries_left or not best:
+            why = "the time limit is over" if pace.is_over else "no entry has a quality"
+            pace.report(f"--confirm at {tokens} tokens: left out, {why}")
+            continue
+        one = replace(again, tokens=tokens, count=count // len(again.tasks))
+        try:
+            with board_runner(settings, one, flags.out / f"confirm-{tokens}", pace) as runner:
+                confirmed.append(BoardResult.of(runner.run()))
+        except QuireError as error:  # the leaderboard and the other lengths remain
+            pace.report(f"--confirm at {tokens} tokens: {error}")
+            continue
+        result = _result(found, settings, confirmed)
+        write_pages(found, settings.model, flags.out, json_bytes(result), confirmed)
     _show(found, flags.out)
     if flags.as_json:
         print_json(result)
     complete = not found.entries_left and any(each.rule != FULL for each in config.entries)
     if complete and all(row.entry.rule == FULL for row in found.rows):
         raise typer.Exit(1)
+
+
+def _confirm_counts(flags: BoardFlags, config: "BoardConfig") -> dict[int, int]:
+    """Prompts of all tasks together, by the lengths of --confirm-tokens; empty without --confirm.
+
+    Raises:
+        ConfigError: a number is too small, or missing.
+    """
+    if not flags.confirm:
+        return {}
+    lengths = split_numbers("--confirm-tokens", flags.confirm_tokens)
+    texts = split_texts(flags.confirm_prompts)
+    counts = [count for text in texts for count in split_numbers("--confirm-prompts", text)]
+    if not lengths or min(lengths) < 1:
+        raise ConfigError(f"expected --confirm-tokens of 1 or more, got {flags.confirm_tokens!r}")
+    if len(counts) not in (1, len(lengths)):
+        raise ConfigError(
+            f"expected --confirm-prompts as one number, or one for each of {len(lengths)} "
+            f"lengths of --confirm-tokens, got {flags.confirm_prompts!r}"
+        )
+    if min(counts) < len(config.tasks):
+        raise ConfigError(
+            f"expected --confirm-prompts of {len(config.tasks)} or more, one for each task, got "
+            f"{flags.confirm_prompts!r}"
+        )
+    return dict(zip(lengths, counts * len(lengths) if len(counts) == 1 else counts, strict=True))
 
 
 @contextmanager

@@ -98,8 +98,16 @@ def confirmed_lines(boards: Sequence[BoardResult]) -> Iterator[str]:
     yield f"| rule | cap | when | codec | KV | {sizes} |"
     yield "| --- | ---: | --- | --- | ---: |" + " ---: |" * len(boards)
     found = [{row.entry: row for row in each.rows} for each in boards]
-    for row in boards[0].rows:
-        entry, cells = row.entry, [_interval(rows[row.entry].quality) for rows in found]
+    listed = [
+        row
+        for index, each in enumerate(boards)
+        for row in each.rows
+        if not any(row.entry in rows for rows in found[:index])
+    ]
+    for row in listed:
+        entry = row.entry
+        own = [rows.get(entry) for rows in found]  # None: refused at this length, or no time left
+        cells = ["none" if one is None else _interval(one.quality) for one in own]
         yield (
             f"| `{entry.rule}` | {entry.budget or '100%'} | {entry.schedule} | `{entry.codec}` | "
             f"{row.kv_share:.3f} | {' | '.join(cells)} |"

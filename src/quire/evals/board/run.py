@@ -10,7 +10,7 @@ that of requests of their own; bytes are measured with the first prompt of a cel
 without cached prefixes, and there are no tokens/s.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
@@ -94,9 +94,16 @@ class BoardRunner:
         self._engines, self._kv, self._config = engines, kv, config
         self._identity, self.stored, self._pace = identity, stored, pace
         self._samples: dict[str, list[Sample]] = {}
+        self._engine_rules: dict[str, list[list[str]]] = {}  # of each codec
 
     def reference(self) -> LLM:
         return self._engines.of(self._config.reference.applied(self._kv))
+
+    def refuse_long(self, option: str, lengths: Iterable[int]) -> None:
+        """Refuse lengths of later runs beyond the context, before this one takes hours."""
+        for tokens in lengths:
+            self.reference()
+            self._engines.refuse_long(tokens, option)
 
     def run(self) -> Board:
         check_names(self._config.entries)
@@ -139,10 +146,12 @@ class BoardRunner:
         first, *others = self._config.entries
         groups: dict[object, list[BoardEntry]] = {None: [first]}
         for entry in others:
-            statistics: tuple[str, ...] = ()
+            shared: tuple[object, ...] = ()
             with suppress(ConfigError):  # shown in the table when the entry runs
-                statistics = tuple(one.name for one in make_eviction(entry.evict).statistics)
-            key = (entry.codec, statistics) if self._config.shares_prefill else entry
+                rule = make_eviction(entry.evict)
+                names = tuple(one.name for one in rule.statistics)
+                shared = (rule.policy is not None and rule.policy.rerotates_keys, names)
+            key = (entry.codec, shared) if self._config.shares_prefill else entry
             groups.setdefault(key, []).append(entry)
         return list(groups.values())
 
@@ -163,12 +172,12 @@ class BoardRunner:
         if self._config.reference not in complete:
             raise ConfigError(
                 "the time limit was over before full KV ran on all tasks: the same command with "
-                "the same --out goes on"
+                "the same --out continues"
             )
         if left:
             self._pace.report(
                 f"time limit: {len(entries) - left} of {len(entries)} entries are done; the same "
-                "command with the same --out goes on"
+                "command with the same --out continues"
             )
         return Board(
             config=self._config, cells=complete, refused=refused, sanity=sanity, entries_left=left
@@ -226,17 +235,44 @@ class BoardRunner:
         )
 
     def _shared(self, entry: BoardEntry) -> KVConfig:
-        """The configuration of the engine that runs all entries of a codec."""
-        rules = dict.fromkeys(
-            other.rule
-            for other in self._config.entries
-            if other.codec == entry.codec and other.rule != FULL
-        )
+        """The configuration of the engine that runs all entries of a codec that it can serve.
+
+        A rule that an engine cannot serve beside the others, or not at all, has one of its own.
+        """
+        if entry.codec not in self._engine_rules:
+            self._engine_rules[entry.codec] = self._rules_by_engine(entry.codec)
+        rules = next(own for own in self._engine_rules[entry.codec] if entry.rule in own)
+        return self._serving(entry.codec, rules)
+
+    def _rules_by_engine(self, codec: str) -> list[list[str]]:
+        entries = self._config.entries
+        rules = list(dict.fromkeys(one.rule for one in entries if one.codec == codec))
+        if self._opens(codec, rules):
+            return [rules]
+        self.reference()  # the model is loaded once
+        found: list[list[str]] = []
+        for rule in rules:
+            own = next((own for own in found if self._opens(codec, [*own, rule])), None)
+            if own is None:
+                found.append([rule])
+            else:
+                own.append(rule)
+        return found
+
+    def _opens(self, codec: str, rules: Sequence[str]) -> bool:
+        try:
+            self._engines.of(self._serving(codec, rules))
+        except QuireError:
+            return False
+        return True
+
+    def _serving(self, codec: str, rules: Sequence[str]) -> KVConfig:
+        allow = "; ".join(rule for rule in rules if rule != FULL)
         return replace(
             self._kv,
-            codec=entry.codec,
+            codec=codec,
             evict=FULL,
-            evict_allow="; ".join(rules) if rules else self._kv.evict_allow,
+            evict_allow=allow or self._kv.evict_allow,
             prefix_cache=replace(self._kv.prefix_cache, enabled=True),
         )
 

@@ -60,13 +60,13 @@ class Engines:
         assert self._open is not None, "an engine was opened before"
         return self._open[1]
 
-    def refuse_long(self, tokens: int) -> None:
+    def refuse_long(self, tokens: int, option: str = "--tokens") -> None:
         """Refuse a length of prompts beyond the context, before long prompts are generated."""
         most = self.current.model.spec.max_positions
         if tokens > most:
             raise ConfigError(
-                f"expected --tokens of at most {most}, the model's context, got {tokens}: "
-                "lower --tokens"
+                f"expected {option} of at most {most}, the model's context, got {tokens}: "
+                f"lower {option}"
             )
 
     def measure(self, text: str) -> int:

@@ -9,7 +9,7 @@ import pytest
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnknownName
 from quire.evals.board.grid import BoardEntry, Grid, entries_of, read_grids
-from quire.evals.board.pages import chart, page
+from quire.evals.board.pages import chart, confirmed_lines, page
 from quire.evals.board.result import (
     BoardResult,
     best_of_classes,
@@ -170,6 +170,20 @@ def test_page_says_whether_the_question_is_evicted(schedule, before, expected):
 
     assert expected in text
     assert ("question" in text) == bool(expected)
+
+
+def test_an_entry_that_lacks_a_confirmed_length_has_none_there():
+    result = BoardResult.of(board())
+    rows = {row.entry: row for row in result.rows}
+    second = replace(result, rows=[rows[FULL], rows[SINKS]])
+
+    lines = list(confirmed_lines([second, result]))
+
+    quality = f"{rows[SINKS].quality.mean:.3f}"
+    [found] = [line for line in lines if "`sinks`" in line]
+    [missing] = [line for line in lines if "kvcrush" in line]
+    assert found.count(quality) == 2
+    assert "| none |" in missing
 
 
 def test_chart_is_an_svg():
