@@ -458,6 +458,7 @@ class EvictionRules:
             page_tokens=self._page_tokens,
             page_bytes=page_bytes * self._ranks,
             fixed_bytes=fixed_bytes * self._ranks,
+            head_dim=self.model.heads[0].key_dim,
         )
 
     def context_tokens(self, rule: EvictionRule, prompt_tokens: int) -> int:

@@ -143,8 +143,8 @@ RULE_ON_LATENTS = _rule(
 )
 NO_PROJECTION = _rule(
     one="`criticalkv`, also as the base of another rule",
-    other="a model with a gate or a norm between attention and its output projection, or with "
-    "offloaded weights (`--weights-memory`)",
+    other="a model that changes the output of attention before projecting it (a gate, a norm), or "
+    "with offloaded weights (`--weights-memory`)",
     reason="the rule reads the weight that projects the output of attention, and {why}",
     instead="use value_norm, which reads values alone",
 )

@@ -12,8 +12,8 @@ attention; the first stage provides for that. With `budget=ada`, head budgets fo
 the base rule (CriticalAdaKV).
 
 Differs from the paper, which refines SnapKV: any base rule with non-negative scores is accepted. A
-gate or a norm between the output projection and the residual stream is left out; models with one
-before the projection are refused.
+gate or a norm between the output projection and the residual stream is left out; models that change
+the output of attention before projecting it are refused.
 """
 
 from dataclasses import dataclass

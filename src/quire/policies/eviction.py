@@ -50,6 +50,7 @@ class LaneShape:
         page_tokens: slots of a page.
         page_bytes: bytes of one page in each of these lanes, including per-slot statistics.
         fixed_bytes: bytes of statistics per sequence that do not depend on its length.
+        head_dim: elements of a head; 0 if unknown.
     """
 
     num_layers: int
@@ -57,6 +58,7 @@ class LaneShape:
     page_tokens: int
     page_bytes: int
     fixed_bytes: int = 0
+    head_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +251,7 @@ class EvictionRule:
             least=self.policy.min_retained(pieces) + leaving,
             piece_tokens=pieces,
             bounded=self.divides_again,
+            head_dim=lanes.head_dim,
         )
 
     def every_under(self, cap: int) -> int:

@@ -23,6 +23,7 @@ Tokens with equal scores at the border of `mass` are all retained, and so is the
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -68,7 +69,9 @@ class Threshold(WrappingPolicy):
 
     @property
     def min_cap(self) -> int:
-        return self.base.min_cap + self.recent
+        cap = self.base.min_cap
+        newest = self.rule.protected_ends(np.array([cap]))[1] if self.protects_ends else 0
+        return cap + max(0, self.recent - int(np.max(newest)))
 
     def protected_ends(self, keep: Keep) -> tuple[int, int | Keep]:
         sinks, newest = self.rule.protected_ends(keep)

@@ -11,9 +11,10 @@ weighted by one minus the concentration R_f = |E[q_f]| / E[|q_f|]:
 
 over the distances d = 1, 2, 4, ..., `max_offset` after the newest token. The first sum is the
 product of the key after RoPE with the centre rotated to these positions, whose mean is one matrix.
-Worked: one band, w = pi / 2, d = 1, 2 after position 0. The centre (1, 0), turned by 90 and 180
-degrees, is (-0.5, 0.5) on average. A key (0, 2) after RoPE has 1 in the first sum, and 0.5 * 2 in
-the second if E[|q|] is 1.5: S = 2.
+Worked: one query head and one band, w = pi / 2; the newest token is at position 0, so d = 1, 2 are
+positions 1 and 2. The centre (1, 0), turned by 90 and 180 degrees to (0, 1) and (-1, 0), is
+(-0.5, 0.5) on average. A key that is (0, 2) after RoPE has 1 in the first sum, and 0.5 * 2 in the
+second if E[|q|] is 1.5: S = 2.
 
 Differs from the paper: centres are those of the request's own queries after the sinks, recorded
 while they are computed, so that no calibration file is needed; E[|q_f|] is the root of the mean

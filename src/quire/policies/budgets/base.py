@@ -49,6 +49,7 @@ class Shape:
         least: minimum cap of a lane, in tokens.
         piece_tokens: neighbouring slots that are evicted together.
         bounded: whether the caps of all lanes may add up to at most lanes * cap.
+        head_dim: elements of a head; 0 if unknown.
     """
 
     cap: int
@@ -59,6 +60,7 @@ class Shape:
     least: int
     piece_tokens: int = 1
     bounded: bool = False
+    head_dim: int = 0
 
     @property
     def num_lanes(self) -> int:

@@ -19,6 +19,7 @@ gate for each head; here a score is measured, see `retrieval_scores` in
 `quire.eviction.calibration`. Files of the authors (`full_attention_heads.tsv`) can be used.
 """
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -30,7 +31,8 @@ from quire.policies.budgets.base import Budget, Shape, decimal_fraction
 from quire.policies.budgets.by_layer import read_numbers
 from quire.policies.registry import register_budget
 
-MAX_FILE_BYTES = 1 << 20
+MAX_FILE_CHARACTERS = 1 << 20
+_NUMBERS = re.compile(r"[-+]?\d[\d.eE+x/-]*", re.ASCII)  # not a name of a file
 
 
 @register_budget("duo")
@@ -42,6 +44,7 @@ class Duo(Budget):
         scores: retrieval scores of the KV heads of the layers that evict, layer-major: numbers such
             as 0.9x4/0.1x4, smollm2 for those in the package, or a file with a line for each layer
             and its numbers between tabs. Requests may name a file only if the engine's rules do.
+            The shape of the model must match: that of smollm2 is also that of SmolLM-135M.
         streaming: fraction of the cap that a streaming head retains.
     """
 
@@ -57,6 +60,11 @@ class Duo(Budget):
                 "budget duo needs scores=smollm2, or scores=FILE of this model, as written by "
                 "quire calibrate MODEL --retrieval-heads FILE"
             )
+        if read_numbers(self.scores) is None and _NUMBERS.fullmatch(self.scores):
+            raise ConfigError(
+                "budget duo: expected numbers of at most 9 digits before and after the point, such "
+                f"as 0.9x4/0.1x4, got scores={self.scores}; write others into a file"
+            )
         if not 0 < self.streaming <= 1:
             raise ConfigError(f"expected 0 < streaming <= 1, got {self.streaming}")
 
@@ -66,13 +74,21 @@ class Duo(Budget):
         return "" if own else self.scores
 
     def lane_capacities(self, shape: Shape) -> tuple[int, ...] | None:
-        numbers = read_numbers(self.scores)
-        scores = read_scores(self.scores) if numbers is None else numbers
-        if len(scores) != shape.num_lanes:
+        numbers, (_, head_dim) = read_numbers(self.scores), PACKAGED.get(self.scores, ("", 0))
+        rows = read_scores(self.scores) if numbers is None else [numbers]
+        scores = [score for row in rows for score in row]
+        fits, got = len(scores) == shape.num_lanes, f"{len(scores)}"
+        if numbers is None:
+            fits = [len(row) for row in rows] == [shape.heads] * shape.num_layers
+            got += f" in {len(rows)} lines"
+        if head_dim and shape.head_dim:
+            fits &= head_dim == shape.head_dim
+            got += f", for heads of {head_dim} elements instead of {shape.head_dim}"
+        if not fits:
             raise ConfigError(
                 f"budget duo: expected {shape.num_lanes} scores ({shape.num_layers} layers that "
-                f"evict, with {shape.heads} KV heads), got {len(scores)}; measure this model with "
-                "quire calibrate MODEL --retrieval-heads FILE"
+                f"evict, with {shape.heads} KV heads), got {got}; measure this model with quire "
+                "calibrate MODEL --retrieval-heads FILE"
             )
         held = shape.least - 1
         small = max(1, int(shape.spare * decimal_fraction(self.streaming)))
@@ -85,27 +101,31 @@ class Duo(Budget):
         return tuple(caps)
 
 
-PACKAGED = {"smollm2": "retrieval_heads_smollm2.tsv"}
-"""Files of the package, by the name of their model."""
+PACKAGED = {"smollm2": ("retrieval_heads_smollm2.tsv", 64)}
+"""Files of the package and elements of a head, by the name of their model."""
 
 
 @lru_cache(maxsize=16)
-def read_scores(source: str) -> tuple[float, ...]:
-    """Read a file of retrieval scores, in the package or elsewhere, once.
+def read_scores(source: str) -> tuple[tuple[float, ...], ...]:
+    """Read the lines of a file of retrieval scores, in the package or elsewhere, once.
 
     Raises:
         ConfigError: it cannot be read, or it is not a table of finite numbers.
     """
-    packaged = PACKAGED.get(source)
+    packaged, _ = PACKAGED.get(source, ("", 0))
     path = files("quire") / "assets" / packaged if packaged else Path(source)
     try:
         with path.open(encoding="utf-8") as file:
-            scores = tuple(map(float, file.read(MAX_FILE_BYTES).split()))
+            text = file.read(MAX_FILE_CHARACTERS + 1)
+        rows = tuple(tuple(map(float, line.split())) for line in text.splitlines() if line.strip())
+        wrong = [score for row in rows for score in row if not isfinite(score)]
+        if wrong or not rows:
+            raise ValueError(f"expected finite numbers, got {wrong[0] if wrong else 'none'}")
+        if len(text) > MAX_FILE_CHARACTERS:
+            raise ValueError(f"it has more than {MAX_FILE_CHARACTERS:,} characters")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"budget duo: cannot read scores={source}: {error}; write the file with quire "
             "calibrate MODEL --retrieval-heads FILE"
         ) from error
-    if not scores or not all(map(isfinite, scores)):
-        raise ConfigError(f"budget duo: expected finite numbers in {source}, got {scores[:5]}")
-    return scores
+    return rows

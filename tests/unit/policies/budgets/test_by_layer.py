@@ -1,5 +1,7 @@
 """Budgets that are known before prefill: pyramid, scissors, duo, and caps by layer."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -140,6 +142,9 @@ def test_too_steep_pyramid_is_refused_with_a_suggestion() -> None:
         ("scissors:slope=nan", ConfigError, "needs a finite number"),
         ("duo", ConfigError, "needs scores=smollm2, or scores=FILE"),
         ("duo:scores=1x4,streaming=0", ConfigError, "0 < streaming <= 1"),
+        ("duo:scores=1e-3/0.5", ConfigError, "at most 9 digits .* got scores=1e-3/0.5; write"),
+        ("duo:scores=-1/2", ConfigError, "got scores=-1/2"),
+        ("duo:scores=0.1234567890/1", ConfigError, "at most 9 digits"),
         ("by_layer", ConfigError, "needs caps=512/256/... or factors="),
         ("by_layer:caps=8/8,factors=1/1", ConfigError, "needs caps=512/256/... or factors="),
         ("by_layer:caps=8/x", ConfigError, "numbers above 0 with / between layers"),
@@ -228,19 +233,58 @@ def test_scores_of_a_file_are_read_once(tmp_path) -> None:
     assert duo.lane_capacities(shape_of(50, layers=2, heads=2, prompt=100)) == (80, 100, 10, 10)
     file.unlink()
     assert duo.lane_capacities(shape_of(50, layers=2, heads=2, prompt=100)) == (80, 100, 10, 10)
-    assert len(read_scores("smollm2")) == 30 * 3
+    assert [len(row) for row in read_scores("smollm2")] == [3] * 30
     assert Duo(scores="smollm2").file == Duo(scores="1x4").file == ""
 
 
-@pytest.mark.parametrize("text", ["", "0.5 nan", "0.5 heads"])
-def test_files_that_are_no_scores_are_refused(text, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", "got none"),
+        ("0.5 nan", "got nan"),
+        ("1 2 3 4 5 6 inf", "got inf"),
+        ("0.5 heads", "'heads'"),
+        ("0.25\n" * 300_000, "more than 1,048,576 characters"),
+    ],
+)
+def test_files_that_are_no_scores_are_refused(text, found, tmp_path) -> None:
     file = tmp_path / "heads.tsv"
     file.write_text(text)
 
-    with pytest.raises(ConfigError, match=r"budget duo: .*heads\.tsv"):
+    with pytest.raises(ConfigError, match=rf"budget duo: .*heads\.tsv.*{found}"):
         Duo(scores=str(file)).lane_capacities(shape_of(50))
     with pytest.raises(ConfigError, match=r"expected 4 scores .* got 3; measure this model"):
         Duo(scores="1x3").lane_capacities(shape_of(50))
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "heads", "found"),
+    [
+        ("1 2 3 4\n5 6 7 8", 4, 2, "expected 8 scores .* got 8 in 2 lines"),
+        ("1 2\n3 4\n5 6 7\n8", 4, 2, "got 8 in 4 lines"),
+        ("1 2\n\n3 4", 2, 2, None),
+    ],
+)
+def test_lines_are_layers_and_columns_heads(text, layers, heads, found, tmp_path) -> None:
+    file = tmp_path / "heads.tsv"
+    file.write_text(text)
+    duo, shape = Duo(scores=str(file)), shape_of(50, layers=layers, heads=heads)
+
+    if found is None:
+        assert duo.lane_capacities(shape)
+    else:
+        with pytest.raises(ConfigError, match=found):
+            duo.lane_capacities(shape)
+
+
+def test_packaged_scores_are_of_one_shape_of_model() -> None:
+    """SmolLM2-135M: 30 layers, 3 KV heads of 64 elements; SmolLM-135M has the same shape."""
+    duo = Duo(scores="smollm2")
+
+    assert duo.lane_capacities(replace(shape_of(50, layers=30, heads=3), head_dim=64))
+    for layers, heads, dim, found in ((15, 6, 64, "in 30 lines"), (30, 3, 128, "instead of 128")):
+        with pytest.raises(ConfigError, match=found):
+            duo.lane_capacities(replace(shape_of(50, layers=layers, heads=heads), head_dim=dim))
 
 
 # ---- caps by layer -------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from quire.layout.model import HeadShape
 from quire.layout.statistics import AttentionSum
 from quire.models.observing import OutputProjections
 from quire.policies.base import LANE, LAYER, EvictionPolicy
+from quire.policies.eviction import make_eviction
 from quire.policies.h2o import H2O
 from quire.policies.registry import make_policy
 from quire.policies.signatures.query_heads import by_query_head
@@ -292,3 +293,22 @@ def test_view_without_projections_is_refused() -> None:
 
     with pytest.raises(PolicyError, match="without output projections; use value_norm"):
         rule.select(changed(six_tokens_view(), projection=None), torch.tensor([4]))
+
+
+@pytest.mark.parametrize(
+    ("base", "recent", "cap"),
+    [
+        ("h2o:recent=64", 64, 65),  # the same tokens
+        ("h2o:recent=64", 10, 65),
+        ("h2o:recent=8,sinks=4", 64, 69),
+        ("h2o:sinks=4", 2, 9),  # half of 9 are 4
+        ("h2o:sinks=4", 10, 15),
+        ("keydiff", 5, 6),
+    ],
+)
+def test_threshold_needs_the_larger_number_of_recent_tokens(base, recent, cap) -> None:
+    rule = f"threshold:base=({base}),recent={recent}"
+    assert make_policy(rule).min_cap == cap
+    assert make_eviction(f"{rule},cap={cap + 1},every=1").text
+    with pytest.raises(ConfigError, match=f"the rule needs {cap};"):
+        make_eviction(f"{rule},cap={cap},every=1")
