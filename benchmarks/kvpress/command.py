@@ -14,6 +14,7 @@ from quire.cli.evaluate_run import json_bytes
 from quire.cli.options import KV, MODEL, SCHEDULE
 from quire.cli.report import envelope, prepare_folder, print_json, write_files
 from quire.cli.settings import Settings, with_settings
+from quire.errors import ConfigError
 from quire.evals.board.grid import FULL, NO_CODEC, Grid
 from quire.evals.pace import Pace
 
@@ -66,6 +67,12 @@ def kvpress(  # noqa: PLR0913 - one parameter per option
         seeds=split_numbers("--seeds", seeds),
         sanity=False,
     )
+    for task in config.tasks:
+        if task.follows_full or not task.needs_full:
+            raise ConfigError(
+                f"task {task.name!r} scores forced tokens, which kvpress cannot: use tasks with "
+                "generated prompts, such as repeats"
+            )
     chosen = chosen_presses(presses, grid.budgets)
     prepare_folder(out)
     pace = Pace(report=lambda line: typer.echo(line, err=True))

@@ -4,6 +4,7 @@ import re
 import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnknownName
@@ -96,20 +97,22 @@ def read_grids(path: Path) -> tuple[Grid, ...]:
         ConfigError: the file is missing or invalid.
     """
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8")).get("grid")
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read --grids {path}: {error}") from error
-    if not isinstance(tables, list) or not tables:
+    tables = content.pop("grid", None)
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables or [0]):
         raise ConfigError(f"expected --grids {path} with tables [[grid]], got none")
+    for name in content:
+        raise UnknownName(f"table in {path}", name, ["grid"])
     return tuple(_grid(path, table) for table in tables)
 
 
-def _grid(path: Path, table: object) -> Grid:
+def _grid(path: Path, table: dict[str, Any]) -> Grid:
     names = [field.name for field in fields(Grid)]
-    values = table if isinstance(table, dict) else {}
-    for name, value in values.items():
+    for name, value in table.items():
         if name not in names:
             raise UnknownName(f"value of a grid in {path}", name, names)
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
             raise ConfigError(f"expected {name} in {path} as a list of texts, got {value!r}")
-    return Grid(**{name: tuple(value) for name, value in values.items()})
+    return Grid(**{name: tuple(value) for name, value in table.items()})

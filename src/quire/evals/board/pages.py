@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from quire.evals.board.grid import FULL, QUIRE
 from quire.evals.board.result import BYTE_CLASSES, BoardResult, Row, best_rules
 from quire.evals.intervals import Mean, prompts_to_show
+from quire.evals.suite.perplexity import PERPLEXITY, SUMMARY, window_overlap
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, PREFILL_END
 from quire.sim.plots import drawn
 
@@ -67,6 +68,7 @@ def _intro(result: BoardResult, model: str, *, has_chart: bool) -> Iterator[str]
     judged = ", ".join(result.judged)
     over = f"Quality is over {judged}." if judged else f"**{result.why_no_quality}**"
     yield f"Scores with full KV: {scores}. {over}"
+    yield from _overlap_lines([result])
     if not result.sanity.passed:
         whole = not result.sanity.cases or not judged
         what = "This model may not judge a rule" if whole else "Sanity check failed on some tasks"
@@ -94,6 +96,7 @@ def confirmed_lines(boards: Sequence[BoardResult]) -> Iterator[str]:
         "quality over full KV with its paired 95 % interval."
     )
     yield ""
+    yield from _overlap_lines(boards)
     sizes = " | ".join(f"{each.tokens:,} tokens" for each in boards)
     yield f"| rule | cap | when | codec | KV | {sizes} |"
     yield "| --- | ---: | --- | --- | ---: |" + " ---: |" * len(boards)
@@ -113,6 +116,20 @@ def confirmed_lines(boards: Sequence[BoardResult]) -> Iterator[str]:
             f"{row.kv_share:.3f} | {' | '.join(cells)} |"
         )
     yield ""
+
+
+def _overlap_lines(boards: Sequence[BoardResult]) -> Iterator[str]:
+    """How far prompts that are windows of one text overlap: their intervals are too narrow then."""
+    found = {one.tokens: window_overlap(one.tokens, one.num_prompts) for one in boards}
+    shares = ", ".join(f"{share:.0%} ({tokens:,} tokens)" for tokens, share in found.items())
+    names = [task for task in boards[0].tasks if task in (PERPLEXITY, SUMMARY)]
+    if names and any(found.values()):
+        yield ""
+        yield (
+            f"Prompts of {' and '.join(names)} are windows of one text, of which neighbours share "
+            f"{shares}: they are not independent, and intervals of these tasks are too narrow."
+        )
+        yield ""
 
 
 def _classes() -> str:

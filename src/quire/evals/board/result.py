@@ -32,6 +32,7 @@ class Row:
     kv_peak_bytes: float  # mean over the prompts of the peak KV bytes of a request
     kv_share: float  # of full KV's for the same prompts
     tokens_per_s: float | None = None  # prompt and output tokens; None with a shared prefill
+    is_reference: bool = False  # full KV that quality and bytes are relative to
     is_unbeaten: bool = False  # no entry has both a higher quality and fewer bytes
     # of another library: mean bytes of its cache after the prefill, over full KV's peak
     retained_share: float | None = None
@@ -50,11 +51,10 @@ class Row:
         fields = {name: values[name] for name in cls.__slots__ if name in values}
         if "quality" in values:
             fields["quality"] = Mean(**values["quality"])
-        return cls(**fields | {"entry": BoardEntry(**values["entry"])}).with_exact_interval()
-
-    @property
-    def is_reference(self) -> bool:
-        return self.entry.rule == FULL and self.kv_share == 1.0
+        fields["entry"] = entry = BoardEntry(**values["entry"])
+        # not stored by earlier versions
+        fields.setdefault("is_reference", entry.rule == FULL and values["kv_share"] == 1.0)
+        return cls(**fields).with_exact_interval()
 
     def with_exact_interval(self) -> "Row":
         """This row with an interval if all its prompts are equal; the reference has none."""
@@ -78,7 +78,10 @@ def rows_of(board: Board) -> list[Row]:
     """
     reference = board.cells[board.config.reference]
     tasks = judged_tasks(board)
-    found = [_row(entry, cells, reference, tasks) for entry, cells in board.cells.items()]
+    found = [
+        _row(entry, cells, reference, tasks, is_reference=entry == board.config.reference)
+        for entry, cells in board.cells.items()
+    ]
     return ranked(found)
 
 
@@ -96,6 +99,8 @@ def _row(
     cells: Sequence[CellResult],
     reference: Sequence[CellResult],
     tasks: Sequence[str],
+    *,
+    is_reference: bool,
 ) -> Row:
     judged = [
         (_values(cell), _values(full))
@@ -112,6 +117,7 @@ def _row(
         kv_peak_bytes=share * _mean_bytes(reference),
         kv_share=share,
         tokens_per_s=None if is_shared else tokens / sum(cell.seconds for cell in cells),
+        is_reference=is_reference,
     ).with_exact_interval()
 
 
@@ -124,7 +130,7 @@ def _quality(
     for values, full in judged:
         drawn = rng.integers(len(values), size=(RESAMPLES, len(values)))
         mean += _over(values.mean(), full.mean()) / len(judged)
-        below = np.maximum(full[drawn].mean(axis=1), 1 / len(full))
+        below = np.maximum(full[drawn].mean(axis=1), full.mean() / len(full))  # above 0
         resampled += values[drawn].mean(axis=1) / below / len(judged)
     low, high = np.percentile(resampled, [2.5, 97.5])
     count = sum(len(values) for values, _ in judged)
@@ -179,7 +185,7 @@ def _score(cell: CellResult) -> float:
 
 def _values(cell: CellResult) -> NDArray[np.float64]:
     """Scores of which more is better: for text, the mean probability of a token (geometric)."""
-    first = next(iter(cell.prompts[0].scores))
+    first = cell.metrics[0]
     found = np.asarray(cell.values(first), dtype=np.float64)
     return np.exp(-found) if first == NLL else found
 

@@ -26,6 +26,8 @@ class Sample:
     depth: float | None = None  # of the answer, 0 (first) to 1 (last); None: it has none
     chance: float = 0.0  # score of random guessing
     continuation: str = ""  # text whose log-probability is measured; no output is generated then
+    # token ids of an output of full KV that is scored instead of an own output; None: none
+    followed: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ FOLDER = "cells"
 class PromptResult:
     """Scores and resources of one prompt."""
 
-    scores: Mapping[str, float]
+    scores: Mapping[str, float]  # empty if the prompt does not count: full KV's output is empty
     depth: float | None  # of the answer, 0 to 1; None: it has none
     chance: float  # score of random guessing
     prompt_tokens: int
     output_tokens: int
     kv_peak_bytes: int | None  # None: it ran with cached prefixes of other requests
     output: str
+    output_ids: Sequence[int] | None = None  # only if configurations follow full KV's output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,10 @@ class CellResult:
         return f"{self.task}_{self.tokens}"
 
     @property
+    def metrics(self) -> list[str]:
+        return list(next(prompt.scores for prompt in self.prompts if prompt.scores))
+
+    @property
     def kv_peak_bytes(self) -> int:
         return max(prompt.kv_peak_bytes or 0 for prompt in self.prompts)
 
@@ -56,13 +61,13 @@ class CellResult:
         return tokens / self.seconds
 
     def values(self, metric: str) -> list[float]:
-        return [prompt.scores[metric] for prompt in self.prompts]
+        return [prompt.scores[metric] for prompt in self.prompts if prompt.scores]
 
     def means(self) -> dict[str, Mean]:
         """Mean and interval of each metric; with `nll` also the perplexity."""
         found = {
             name: mean_of(self.values(name), limits=None if name == NLL else SHARE)
-            for name in self.prompts[0].scores
+            for name in self.metrics
         }
         if NLL in found:
             nll = found[NLL]
@@ -74,20 +79,19 @@ class CellResult:
         """Mean of a metric at each depth; empty for tasks without depths."""
         found: dict[str, list[float]] = {}
         for prompt in self.prompts:
-            if prompt.depth is not None:
+            if prompt.depth is not None and prompt.scores:
                 found.setdefault(f"{prompt.depth:g}", []).append(prompt.scores[metric])
         return {depth: sum(values) / len(values) for depth, values in found.items()}
 
     def summary(self) -> dict[str, object]:
         """Scores and resources as JSON values, without single prompts."""
-        first = next(iter(self.prompts[0].scores))
         return {
             "task": self.task,
             "tokens": self.tokens,
             "kv": self.arm,
             "prompts": len(self.prompts),
             "scores": {name: asdict(mean) for name, mean in self.means().items()},
-            "by_depth": self.by_depth(first),
+            "by_depth": self.by_depth(self.metrics[0]),
             "chance": mean_of([prompt.chance for prompt in self.prompts]).mean,
             "prompt_tokens": sum(prompt.prompt_tokens for prompt in self.prompts),
             "output_tokens": sum(prompt.output_tokens for prompt in self.prompts),

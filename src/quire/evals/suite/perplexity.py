@@ -6,7 +6,8 @@ acts on the continuation as it acts on an output.
 perplexity  the continuation of the text. `nll` is the mean negative log-probability of a token in
             nats; the perplexity is its exponential
 summary     the summary that full KV generates. `top_1` is the fraction of its tokens that are also
-            the most likely ones of the configuration
+            the most likely ones of the configuration; full KV's own is below 1 where its sums have
+            another order. A prompt with an empty summary does not count
 """
 
 from collections.abc import Sequence
@@ -23,12 +24,13 @@ from quire.evals.tasks.base import CHARACTERS_PER_TOKEN, trim
 from quire.evals.tasks.words import book_text
 
 NLL = "nll"
-PERPLEXITY = "perplexity"
+PERPLEXITY, SUMMARY = "perplexity", "summary"
 CONTEXT_SHARE = 0.75
 MAX_CONTINUATION = 64
 """Tokens of a continuation, at most: each is a decode step."""
 TOP_1 = "top_1"
 SUMMARY_TOKENS = 48
+_GOLDEN_RATIO = 0.6180339887498949  # multiples of it are spread evenly, modulo 1
 _REQUEST = "\n\nA summary of the text above, in two sentences:"
 
 
@@ -68,7 +70,15 @@ def _starts(text: str, options: SampleOptions) -> range:
             f"{options.count} windows of {options.tokens} tokens, got {len(text)}: use a "
             "longer text, or lower --tokens or --num-prompts"
         )
-    return range(options.seed, options.seed + options.count * step, step)
+    # seeds move the windows by much of their distance: else most windows would be the same
+    begin = (1 + int(step * ((options.seed - 1) * _GOLDEN_RATIO % 1))) % step
+    return range(begin, begin + options.count * step, step)
+
+
+def window_overlap(tokens: int, count: int) -> float:
+    """Fraction of a window of the packaged books that is also in the next one; at least 0."""
+    characters = int(CHARACTERS_PER_TOKEN * tokens)
+    return max(0.0, 1 - (len(book_text()) - characters) // count / characters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +103,7 @@ class Summary(EvalTask):
         return found
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        return {TOP_1: 1.0}  # the summary of full KV itself
+        return {}  # only tokens of full KV's output are scored
 
     def score_forced(self, tokens: Sequence[ForcedToken]) -> dict[str, float]:
         return {TOP_1: fmean(token.is_likeliest for token in tokens)}

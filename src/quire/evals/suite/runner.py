@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Unpack
@@ -58,9 +59,25 @@ class SampleRunner:
         self._shares_prefill = shares_prefill
 
     def run(
-        self, task: EvalTask, samples: Sequence[Sample]
+        self, task: EvalTask, samples: Sequence[Sample], full: CellResult | None = None
     ) -> tuple[tuple[PromptResult, ...], float]:
-        """Results in the order of the samples, and the seconds of the engine."""
+        """Results in the order of the samples, and the seconds of the engine.
+
+        With a task that scores the outputs of full KV, these are in `full`; None: this is full KV.
+
+        Raises:
+            ConfigError: all outputs of full KV are empty.
+        """
+        if task.follows_full:
+            followed = self._results(task, samples) if full is None else full.prompts
+            if not any(prompt.output_ids for prompt in followed):
+                raise ConfigError(
+                    f"every output of task {task.name!r} with full KV is empty: leave the task out"
+                )
+            samples = [
+                replace(sample, followed=tuple(prompt.output_ids or ()))
+                for sample, prompt in zip(samples, followed, strict=True)
+            ]
         started = time.perf_counter()
         if not self._shares_prefill:
             results = self._results(task, samples)
@@ -101,7 +118,12 @@ class SampleRunner:
             text = self._text_after(output, question)
             given = task.score_forced(scored[index][len(question) :]) if rest else None
             score = task.score(sample, text) if given is None else given
-            found.append(_result(sample, score, _usage_after(output.usage, question), output=text))
+            result = _result(sample, score, _usage_after(output.usage, question), output=text)
+            if task.follows_full:
+                ids = output.token_ids[len(question) :] if text else ()
+                known = sample.followed
+                result = replace(result, output_ids=ids if known is None else known)
+            found.append(result)
         return tuple(found)
 
     def _text_after(self, output: RequestOutput, question: Sequence[int]) -> str:
@@ -115,6 +137,7 @@ class SampleRunner:
         ids, rest, question = self._llm.encode(sample.prompt), list[int](), list[int]()
         if sample.continuation:  # encoded with the prompt as one text
             rest = self._llm.encode(sample.prompt + sample.continuation)[len(ids) :]
+        rest = rest if sample.followed is None else list(sample.followed)
         most = self._llm.model.spec.max_positions - max(len(rest), sample.max_tokens)
         if len(ids) > most:
             raise ConfigError(
@@ -133,18 +156,6 @@ def _usage_after(usage: Usage, question: Sequence[int]) -> Usage:
         prompt_tokens=usage.prompt_tokens + len(question),
         completion_tokens=usage.completion_tokens - len(question),
     )
-
-
-def following_full(
-    task: EvalTask, samples: Sequence[Sample], full: CellResult | None
-) -> list[Sample]:
-    """The samples; if the task scores the outputs of full KV, with these as continuations."""
-    if not task.follows_full or full is None:
-        return list(samples)
-    return [
-        replace(sample, continuation=prompt.output)
-        for sample, prompt in zip(samples, full.prompts, strict=True)
-    ]
 
 
 def split_at_question(llm: LLM, sample: Sample) -> tuple[list[int], list[int]]:
@@ -360,10 +371,9 @@ class Evaluator:
         self, task: EvalTask, tokens: int, kv: KVConfig, full: CellResult | None
     ) -> CellResult:
         llm = self._engines.of(kv)
-        samples = following_full(task, self._samples(task, tokens), full)
         before = self._config.evict_before_question
         runner = SampleRunner(llm, kv, evict_before_question=before)
-        prompts, seconds = runner.run(task, samples)
+        prompts, seconds = runner.run(task, self._samples(task, tokens), full)
         return CellResult(
             task=task.name, tokens=tokens, arm=kv_name(kv), prompts=prompts, seconds=seconds
         )
@@ -386,8 +396,21 @@ class Evaluator:
         data = config.data if task.name == PERPLEXITY else None
         content = "" if data is None else _digest(data)
         options = (tokens, config.count, config.seed, config.evict_before_question)
-        fingerprint = fingerprint_of(*self._identity, kv, task, options, content)
+        more = further_parts(task, kv, full_kv(kv))
+        fingerprint = fingerprint_of(*self._identity, kv, task, options, content, *more)
         return f"{task.name}-{tokens}-{arm}", fingerprint
+
+
+def further_parts(task: EvalTask, kv: KVConfig, reference: KVConfig) -> list[object]:
+    """What a stored cell also depends on: files of its rule, and full KV if its output is scored.
+
+    Most cells depend on neither. A file that is missing is an error only when its entry runs.
+    """
+    names = [kv.policy_file]
+    with suppress(ConfigError):
+        names.append(make_eviction(kv.evict).budget.file)
+    found: list[object] = [_digest(Path(name)) for name in names if name and Path(name).is_file()]
+    return [*found, reference] if task.follows_full else found
 
 
 def _digest(path: Path) -> str:

@@ -247,6 +247,8 @@ def test_grids_of_a_file_give_each_entry_once_with_full_kv_first(tmp_path):
     ("text", "message"),
     [
         ("", "tables .*, got none"),
+        ("grid = [1, 2]", "tables .*, got none"),
+        ("[[grid]]\n[grids]", "table in .* 'grids': did you mean grid"),
         ("[[grid]]\nrule = ['h2o']", "'rule': did you mean rules"),
         ("[[grid]]\nrules = 'h2o'", "expected rules in .* as a list of texts, got 'h2o'"),
         ("[[grid]]\nbudgets = ['25']", "fractions of the prompt"),
@@ -288,6 +290,37 @@ def test_quality_of_text_is_the_mean_probability_of_a_token_over_full_kvs():
     rows = rows_of(Board(config=config, cells=cells, refused={}, sanity=SKIPPED))
 
     assert {row.entry: row.quality.mean for row in rows} == pytest.approx({FULL: 1.0, SINKS: 0.75})
+
+
+def test_the_interval_of_small_probabilities_has_the_mean_inside():
+    """Equal probabilities of 0.02: the ratio is 1 in each of the resampled sets of prompts."""
+    small = cell("perplexity", [-math.log(0.02)] * 9 + [-math.log(0.021)], 400, metric="nll")
+    config = BoardConfig(entries=GRID.entries(), tasks=(task_of("perplexity"),))
+    cells = {FULL: [small], SINKS: [replace(small, arm="other")]}
+    rows = rows_of(Board(config=config, cells=cells, refused={}, sanity=SKIPPED))
+
+    [found] = [row.quality for row in rows if row.entry == SINKS]
+    assert found.low < 1 < found.high
+
+
+def test_of_entries_with_equal_bytes_only_the_first_is_the_reference():
+    other = BoardEntry("full", "", "", "fp8")
+    config = BoardConfig(entries=(FULL, other), tasks=(task_of("lines"),))
+    cells = {FULL: [cell("lines", [1, 0, 1], 9)], other: [cell("lines", [1, 1, 1], 9)]}
+    result = BoardResult.of(Board(config=config, cells=cells, refused={}, sanity=SKIPPED))
+
+    assert result.rows[0].entry == other
+    assert result.reference.entry == FULL
+    again = BoardResult.stored({"arms": result.arms(), "config": result.options()})
+    assert again.rows == result.rows
+
+
+@pytest.mark.parametrize(("tokens", "count", "shown"), [(100, 10, False), (4096, 71, True)])
+def test_page_says_how_far_windows_of_one_text_overlap(tokens, count, shown):
+    found = replace(BoardResult.of(board()), tasks=("perplexity",), tokens=tokens, count=count)
+    lines = "\n".join(confirmed_lines([replace(found, seeds=(1,))]))
+
+    assert ("share 85% (4,096 tokens): they are not independent" in lines) == shown
 
 
 def test_the_best_entries_of_each_class_of_bytes_are_confirmed():

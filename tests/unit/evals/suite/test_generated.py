@@ -13,7 +13,7 @@ from quire.evals.questions import DEPTHS
 from quire.evals.suite.base import SampleOptions
 from quire.evals.suite.cells import CellResult
 from quire.evals.suite.registry import SUITES, TASKS, fraction_found, suite_of, suites_with, task_of
-from quire.evals.suite.runner import SampleRunner, following_full
+from quire.evals.suite.runner import SampleRunner
 from quire.evals.tasks import ALL_FAMILIES, FAMILIES, make, rough_measure
 
 GENERATED = [task.name for task in TASKS.values() if task.name not in ("perplexity", "summary")]
@@ -204,19 +204,48 @@ def test_a_rule_that_evicts_nearly_all_tokens_changes_the_probabilities_of_a_tex
     llm, task = LLM("quire-tiny", dtype="float32", kv=KVConfig(memory="8MiB")), task_of(name)
     samples = task.samples(options(measure=lambda text: len(llm.encode(text)), tokens=256, count=3))
 
-    def run(evict, own):
+    def run(evict, full=None):
         kv = KVConfig(memory="8MiB", evict=evict)
-        results, _ = SampleRunner(LLM(llm.model, kv=kv), kv).run(task, own)
+        results, _ = SampleRunner(LLM(llm.model, kv=kv), kv).run(task, samples, full)
         return results
 
-    full = run("full", samples)
+    full = run("full")
     cell = CellResult(task=name, tokens=256, arm="full", prompts=full, seconds=1.0)
-    own = following_full(task, samples, cell)
     metric = task.metrics[0]
     for rule, better in (("full", True), ("recent:cap=6,when=prefill_end", False)):
-        for one, other in zip(run(rule, own), full, strict=True):
+        for one, other in zip(run(rule, cell), full, strict=True):
             same = one.scores[metric] == pytest.approx(other.scores[metric], abs=tolerance)
             assert same == better
+            assert one.output_ids == other.output_ids  # the tokens, not their text encoded again
+
+
+@pytest.mark.parametrize("seeds", [(1, 2, 3), (-1, 12345, 20261130)])
+def test_windows_of_other_seeds_are_other_text_within_the_book(seeds):
+    windows = [
+        {(sample.prompt, sample.continuation) for sample in task_of("perplexity").samples(own)}
+        for own in (options(tokens=100, seed=seed) for seed in seeds)
+    ]
+
+    assert len(set().union(*windows)) == 15
+    assert all(rough_measure(text) >= 5 for _, text in set().union(*windows))
+
+
+def test_an_empty_output_of_full_kv_does_not_count():
+    llm, task = LLM("quire-tiny", dtype="float32", kv=KVConfig(memory="8MiB")), task_of("summary")
+    samples = task.samples(options(measure=lambda text: len(llm.encode(text)), tokens=256, count=2))
+    runner = SampleRunner(llm, KVConfig(memory="8MiB"))
+    full, _ = runner.run(task, samples)
+    cell = CellResult(task="summary", tokens=256, arm="full", prompts=full, seconds=1.0)
+    empty = [replace(one, output_ids=()) for one in full]
+
+    partly, _ = runner.run(task, samples, replace(cell, prompts=(empty[0], full[1])))
+    found = replace(cell, prompts=partly)
+
+    assert partly[0].scores == {}
+    assert found.values("top_1") == [partly[1].scores["top_1"]]
+    assert found.summary()["scores"]["top_1"]["count"] == 1
+    with pytest.raises(ConfigError, match="every output of task 'summary' with full KV is empty"):
+        runner.run(task, samples, replace(cell, prompts=tuple(empty)))
 
 
 @pytest.mark.slow
@@ -228,11 +257,13 @@ def test_rules_that_share_a_prefill_get_the_scores_of_their_own(name, when):
     rules = [f"{rule},cap=50%,when={when}" for rule in ("snapkv:window=16", "keydiff:recent=1")]
     kv = KVConfig(memory="16MiB", evict_allow="snapkv:window=16; keydiff:recent=1")
     shared = LLM(llm.model, kv=kv)
+    prompts, _ = SampleRunner(llm, KVConfig(memory="8MiB")).run(task, samples)
+    full = CellResult(task=name, tokens=256, arm="full", prompts=prompts, seconds=1.0)
     for rule in rules:
         own = KVConfig(memory="8MiB", evict=rule, prefix_cache=PrefixCacheConfig(enabled=False))
-        alone, _ = SampleRunner(LLM(llm.model, kv=own), own).run(task, samples)
+        alone, _ = SampleRunner(LLM(llm.model, kv=own), own).run(task, samples, full)
         runner = SampleRunner(shared, replace(kv, evict=rule), shares_prefill=True)
-        found, _ = runner.run(task, samples)
+        found, _ = runner.run(task, samples, full)
         assert [one.scores for one in found] == [one.scores for one in alone]
         assert [one.output for one in found] == [one.output for one in alone]
         assert found[0].kv_peak_bytes == alone[0].kv_peak_bytes
