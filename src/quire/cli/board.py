@@ -13,7 +13,7 @@ from quire.cli.common import json_option, split_numbers, split_texts
 from quire.cli.evaluate_run import json_bytes, opener, question_option
 from quire.cli.options import MODEL, SCHEDULE
 from quire.cli.report import envelope, prepare_folder, print_json, write_files
-from quire.cli.settings import Settings, with_settings
+from quire.cli.settings import Settings, refuse_ignored, with_settings
 from quire.cli.tables import show_table
 from quire.cli.tune import NO_AUTO, SEARCHED_KV, refuse_settings, time_limit_option
 from quire.errors import ConfigError, QuireError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from quire.evals.board.run import BoardConfig, BoardRunner
 
 RESULT_FILE = "board.json"
-_GRID = Grid()
+_GRID, _GRID_OPTIONS = Grid(), ("rules", "budgets", "schedules", "codecs")
 _SHOWN = 20
 _QUICK = (
     Grid(rules=("recent:sinks=4", "snapkv", "keydiff"), budgets=("50%",), codecs=("none",)),
@@ -124,8 +124,8 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
         codecs=split_texts(flags.codecs, ","),
     )
     grids = (grid,) if flags.grids is None else read_grids(flags.grids)
-    if flags.quick and flags.grids is not None:
-        raise ConfigError("--quick and --grids name different entries: leave out one of them")
+    if flags.quick:
+        refuse_ignored(flags, "grids", *_GRID_OPTIONS, because="with --quick")
     config = BoardConfig(
         entries=entries_of(*(_QUICK if flags.quick else grids)),
         tasks=tuple(map(task_of, split_texts(flags.tasks, ","))),
@@ -176,27 +176,19 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
 
 
 def _confirm_counts(flags: BoardFlags, config: "BoardConfig") -> dict[int, int]:
-    """Prompts of all tasks together, by the lengths of --confirm-tokens; empty without --confirm.
-
-    Raises:
-        ConfigError: a number is too small, or missing.
-    """
+    """Prompts of all tasks together, by the lengths of --confirm-tokens."""
     if not flags.confirm:
         return {}
     lengths = split_numbers("--confirm-tokens", flags.confirm_tokens)
-    texts = split_texts(flags.confirm_prompts)
+    texts = flags.confirm_prompts.split(",")  # may be equal
     counts = [count for text in texts for count in split_numbers("--confirm-prompts", text)]
     if not lengths or min(lengths) < 1:
         raise ConfigError(f"expected --confirm-tokens of 1 or more, got {flags.confirm_tokens!r}")
-    if len(counts) not in (1, len(lengths)):
+    least = len(config.tasks)
+    if len(counts) not in (1, len(lengths)) or min(counts) < least:
         raise ConfigError(
-            f"expected --confirm-prompts as one number, or one for each of {len(lengths)} "
-            f"lengths of --confirm-tokens, got {flags.confirm_prompts!r}"
-        )
-    if min(counts) < len(config.tasks):
-        raise ConfigError(
-            f"expected --confirm-prompts of {len(config.tasks)} or more, one for each task, got "
-            f"{flags.confirm_prompts!r}"
+            f"expected --confirm-prompts of at least {least}, one for each task: one number, or "
+            f"one for each length of --confirm-tokens, got {flags.confirm_prompts!r}"
         )
     return dict(zip(lengths, counts * len(lengths) if len(counts) == 1 else counts, strict=True))
 

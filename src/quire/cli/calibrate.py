@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,8 +11,8 @@ import typer
 
 from quire.cli.common import ABOUT_MODEL, json_option, refuse_no_name, threads_option, use_threads
 from quire.cli.completion import complete_model
-from quire.cli.report import envelope, print_json
-from quire.cli.settings import config_option, with_flags
+from quire.cli.report import envelope, prepare_folder, print_json, write_files
+from quire.cli.settings import config_option, refuse_ignored, with_flags
 from quire.cli.startup import fast_imports, status
 from quire.errors import ConfigError
 from quire.layout.options import option
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from quire.models.loader import LoadedModel
 
 MAX_TOKENS = 1 << 20  # queries, keys and values of all tokens are in memory at once
+_OF_CODECS = ("text", "kv_codec", "tokens", "output")
 PROMPT_TOKENS = 512  # of --retrieval-heads
 LONGEST_TOKEN_CHARACTERS = 16  # bounds the text that is tokenized
 
@@ -53,7 +55,7 @@ class CalibrateFlags:
         common=True,
     )
     prompts: int = option(
-        16, help="Synthetic prompts for --retrieval-heads, of at most 512 tokens.", min_value=1
+        16, help="Synthetic prompts for --retrieval-heads, of about 512 tokens.", min_value=1
     )
     threads: int = threads_option()
     config: Path | None = config_option()
@@ -91,6 +93,11 @@ def calibrate(
         )
     for part in texts:  # before the model is loaded
         read_format(fill_plain(part, "float32"))
+    if flags.retrieval_heads is None:
+        refuse_ignored(flags, "prompts", because="without --retrieval-heads")
+    else:
+        refuse_ignored(flags, *_OF_CODECS, because="with --retrieval-heads")
+        prepare_folder(flags.retrieval_heads.parent)
     with status(f"loading {model}"):
         loaded = load_model(model)
     if flags.retrieval_heads is not None:
@@ -148,27 +155,32 @@ def _retrieval_heads(loaded: "LoadedModel", prompts: int, file: Path) -> int:
     """Write a file of the retrieval scores of a model, for `budget=duo`; return how many."""
     from quire.evals.tasks.base import Setting
     from quire.evals.tasks.needles import Needles, Passkey
-    from quire.eviction.calibration import retrieval_scores
+    from quire.eviction.calibration import LONGEST_SEQUENCE_TOKENS, retrieval_scores
+    from quire.models.tokenizer import encode_prompt
 
     if loaded.tokenizer is None:
         raise ConfigError(f"{loaded.name} has no tokenizer, which --retrieval-heads needs")
-    encode = partial(loaded.tokenizer.encode, add_special_tokens=False, verbose=False)
-    tokens = min(PROMPT_TOKENS, loaded.spec.max_positions)
+    encode = partial(encode_prompt, loaded.tokenizer)
+    context = min(LONGEST_SEQUENCE_TOKENS, loaded.spec.max_positions)
+    tokens = min(PROMPT_TOKENS, context)
     setting = Setting(
         tokens=tokens, measure=lambda text: len(encode(text)), split="train", queries=2
     )
     texts = []
     for number in range(prompts):
         family = (Needles(needles=4), Passkey())[number % 2]
-        ids, answers = list[int](), list[int]()
-        for text, weight in family.build(random.Random(number), setting).training_spans():
-            some = encode(text)
-            answers += range(len(ids), len(ids) + len(some)) if weight == 1 else ()
-            ids += some
-        texts.append((ids, answers))
+        spans = family.build(random.Random(number), setting).training_spans()
+        ids = encode("".join(text for text, _ in spans))  # one text, as a prompt
+        cut, written, answers, before = max(0, len(ids) - context), "", list[int](), 0
+        for text, weight in spans:
+            written += text
+            same = (one == other for one, other in zip(encode(written), ids, strict=False))
+            first, before = before, sum(takewhile(bool, same))
+            answers += range(max(first, cut + 1), before) if weight == 1 else ()
+        texts.append((ids[cut:], [answer - cut for answer in answers]))
     rows = retrieval_scores(loaded.decoder, texts)
     lines = ("\t".join(f"{score:.4f}" for score in row) for row in rows)
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_files(file.parent, {file.name: ("\n".join(lines) + "\n").encode()})
     typer.echo(f"written: {file}")
     return sum(map(len, rows))
 

@@ -261,6 +261,14 @@ def _flags(own: Section | None, given: Mapping[str, Any]) -> dict[str, Any]:
     return {"flags": flags}
 
 
+def refuse_ignored(flags: Any, *names: str, because: str) -> None:
+    """Refuse values of options that have no effect because of another option."""
+    given = [own for own in fields(flags) if getattr(flags, own.name) != own.default]
+    ignored = ["--" + own.name.replace("_", "-") for own in given if own.name in names]
+    if ignored:
+        raise ConfigError(f"no effect {because}: {', '.join(ignored)}; leave it out")
+
+
 def _load_policies(options: Any) -> None:
     """Load the file of --policy-file of a command that has this option."""
     if getattr(options, "policy_file", ""):

@@ -62,6 +62,8 @@ class EvictionPolicy(ABC):
     """Plane that the rule reads by `KVView.in_pages` only, if that gives scores; "" for none."""
     reads_projection: ClassVar[bool] = False
     """Whether the rule reads `KVView.projected_lengths`; models that cannot give them refuse it."""
+    has_negative_scores: ClassVar[bool] = False
+    """Whether scores may be below 0, which rules that multiply or add scores refuse in a base."""
     not_on_latents: ClassVar[str] = ""
     """Why the scores have no meaning for latents (MLA), and what to use; "" for rules that have."""
     extra: ClassVar[str] = ""
@@ -332,6 +334,9 @@ class SinksAndRecent(ScorePolicy):
         return self.sinks, self.recent
 
 
+_H2O = "; use a base whose scores are attention weights, such as h2o"
+
+
 class WrappingPolicy(ScorePolicy):
     """A score rule around another one, its option `base`, whose protected slots are retained.
 
@@ -349,6 +354,8 @@ class WrappingPolicy(ScorePolicy):
                 f"{self.name} reads the scores of its base, and {base} returns none; use a base "
                 "that scores tokens, such as h2o"
             )
+        if self.base.has_negative_scores:
+            raise ConfigError(f"{self.name} needs scores >= 0, and {base} has negative ones{_H2O}")
         if type(self.base).select is not ScorePolicy.select:
             raise ConfigError(
                 f"{self.name} ranks scores, and {base} does more than rank its own; nest "
@@ -427,7 +434,7 @@ class WrappingPolicy(ScorePolicy):
         if view.breaks_contract((score < 0) & view.live):
             raise PolicyError(
                 f"{self.name} needs scores >= 0, and {type(self.base).__name__} returned negative "
-                "ones; use a base whose scores are attention weights, such as h2o"
+                f"ones{_H2O}"
             )
 
 

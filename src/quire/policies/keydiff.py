@@ -31,6 +31,7 @@ class KeyDiff(SinksAndRecent):
     """
 
     cost = "a read of the keys at an eviction"
+    has_negative_scores = True
     scores_in_pages = KEY
 
     @property

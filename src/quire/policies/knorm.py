@@ -26,6 +26,7 @@ class KNorm(SinksAndRecent):
     """
 
     cost = "a read of the keys at an eviction"
+    has_negative_scores = True
     scores_in_pages = KEY
     not_on_latents = (
         "latents are normalized before they are stored, so their norms do not rank tokens"

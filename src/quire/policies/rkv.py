@@ -51,6 +51,7 @@ class RKV(ScorePolicy):
     """
 
     cost = "`window` rows of attention and all products of pairs of keys at an eviction"
+    has_negative_scores = True
 
     window: int = 8
     kernel: int = 7

@@ -34,6 +34,7 @@ class Scissorhands(SinksAndRecent):
     """
 
     cost = "a count of low attention weights"
+    has_negative_scores = True
     reads_vectors = False
 
     recent: int = 10

@@ -54,6 +54,7 @@ class TriAttention(SinksAndRecent):
     """
 
     cost = "sums of all queries; at an eviction, two products of the keys"
+    has_negative_scores = True
     not_on_latents = "centres are those of the queries of heads before RoPE"
 
     sinks: int = 4

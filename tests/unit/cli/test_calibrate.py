@@ -1,6 +1,7 @@
 """`quire calibrate`: calibration files of a model, codec errors with and without them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from quire.cli.calibrate import calibrate
 from quire.errors import ConfigError, UnknownName
 from quire.eviction.calibration import read_vectors, retrieval_scores
 from quire.models.loader import load_model
+from quire.models.tokenizer import encode_prompt
 
 
 def quire_calibrate(*arguments: str) -> Result:
@@ -90,7 +92,38 @@ def test_retrieval_scores_are_the_change_of_the_output_without_distant_tokens(tm
             assert score == pytest.approx(expected, rel=1e-2)  # bfloat16
 
 
+@pytest.mark.parametrize("first_token", [[], [7]])
+def test_answers_of_retrieval_prompts_are_those_of_the_whole_text(
+    monkeypatch, tmp_path, first_token
+):
+    """Prompts are encoded as one text, with the first token of models that have one."""
+    found, tokenizer = [], load_model("quire-tiny").tokenizer
+
+    def with_first(tokenizer, text):
+        return [*first_token, *encode_prompt(tokenizer, text)]
+
+    monkeypatch.setattr("quire.models.tokenizer.encode_prompt", with_first)
+    monkeypatch.setattr(
+        "quire.eviction.calibration.retrieval_scores",
+        lambda decoder, texts: found.extend(texts) or [[0.5]],
+    )
+    result = quire_calibrate("--retrieval-heads", str(tmp_path / "new" / "a.tsv"), "--prompts", "2")
+    assert result.exception is None, result.output
+
+    for ids, answers in found:
+        text = tokenizer.decode([ids[index] for index in answers])
+        assert ids[:1] == first_token or not first_token
+        assert len(ids) < 600
+        assert re.fullmatch(r"[\s\d.]+", text)
+
+
 def test_invalid_input_is_refused(tmp_path):
+    ignored = quire_calibrate("--prompts", "3")
+    also = quire_calibrate(
+        "--retrieval-heads", str(tmp_path / "a"), "--text", "b", "--tokens", "99"
+    )
+    assert "no effect without --retrieval-heads: --prompts" in str(ignored.exception)
+    assert "no effect with --retrieval-heads: --text, --tokens; leave" in str(also.exception)
     missing = quire_calibrate("--text", str(tmp_path / "none.txt"), "--kv-codec", "int8")
     unknown = quire_calibrate("--kv-codec", "int8; int9")
     (tmp_path / "short.txt").write_text("too short")

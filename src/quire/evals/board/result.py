@@ -78,10 +78,7 @@ def rows_of(board: Board) -> list[Row]:
     """
     reference = board.cells[board.config.reference]
     tasks = judged_tasks(board)
-    found = [
-        _row(entry, cells, reference, tasks, is_reference=entry == board.config.reference)
-        for entry, cells in board.cells.items()
-    ]
+    found = [_row(entry, cells, reference, tasks) for entry, cells in board.cells.items()]
     return ranked(found)
 
 
@@ -99,8 +96,6 @@ def _row(
     cells: Sequence[CellResult],
     reference: Sequence[CellResult],
     tasks: Sequence[str],
-    *,
-    is_reference: bool,
 ) -> Row:
     judged = [
         (_values(cell), _values(full))
@@ -117,7 +112,7 @@ def _row(
         kv_peak_bytes=share * _mean_bytes(reference),
         kv_share=share,
         tokens_per_s=None if is_shared else tokens / sum(cell.seconds for cell in cells),
-        is_reference=is_reference,
+        is_reference=cells is reference,
     ).with_exact_interval()
 
 

@@ -7,9 +7,8 @@ stored.
 With `shares_prefill`, the entries of a codec run in one engine with a prefix cache. Entries whose
 rules use the same statistics then compute a prompt once, up to its first eviction. Their quality is
 that of requests of their own; bytes are measured with the first prompt of a cell, which also runs
-without cached prefixes, and there are no tokens/s. The pages of this engine serve all its rules: if
-one of them retains other tokens in each KV head, all entries have one-head pages and positions for
-each head, of which a rule alone may need fewer (about 1 % of the bytes).
+without cached prefixes, and there are no tokens/s. The pages of this engine serve all its rules: a
+rule that needs no one-head pages has about 1 % fewer bytes in an engine of its own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -256,9 +255,8 @@ class BoardRunner:
         for rule in rules:
             own = next((own for own in found if self._opens(codec, [*own, rule])), None)
             if own is None:
-                found.append([rule])
-            else:
-                own.append(rule)
+                found.append(own := [])
+            own.append(rule)
         return found
 
     def _opens(self, codec: str, rules: Sequence[str]) -> bool:

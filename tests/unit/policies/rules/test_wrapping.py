@@ -12,10 +12,13 @@ from quire.layout.model import HeadShape
 from quire.layout.statistics import AttentionSum
 from quire.models.observing import OutputProjections
 from quire.policies.base import LANE, LAYER, EvictionPolicy
+from quire.policies.criticalkv import CriticalKV
 from quire.policies.eviction import make_eviction
 from quire.policies.h2o import H2O
+from quire.policies.knorm import KNorm
 from quire.policies.registry import make_policy
 from quire.policies.signatures.query_heads import by_query_head
+from quire.policies.threshold import Threshold
 from quire.policies.tova import TOVA
 from quire.policies.value_norm import ValueNorm
 from quire.policies.view import KVView
@@ -79,12 +82,18 @@ def test_value_norm_can_be_nested() -> None:
     assert rule.score(two_tokens_view())[0].tolist() == pytest.approx([3, 50, 4, 0])
 
 
-def test_base_with_negative_scores_is_refused_by_name() -> None:
-    for name in ("value_norm", "criticalkv", "threshold"):
-        rule = make_policy(f"{name}:base=knorm")
+class Below(KNorm):
+    has_negative_scores = False
 
-        with pytest.raises(PolicyError, match=f"{name} needs scores >= 0, and KNorm returned neg"):
+
+def test_base_with_negative_scores_is_refused_by_name() -> None:
+    for rule in (ValueNorm(base=Below()), CriticalKV(base=Below()), Threshold(base=Below())):
+        name = rule.name
+        with pytest.raises(PolicyError, match=f"{name} needs scores >= 0, and Below returned neg"):
             rule.select(two_tokens_view(), torch.tensor([3]))
+        for base in ("knorm", "keydiff", "rkv", "scissorhands", "triattention"):
+            with pytest.raises(ConfigError, match=f"{name} needs scores >= 0, and .* has negative"):
+                make_policy(f"{name}:base={base}")
 
 
 @dataclass(frozen=True)
@@ -303,7 +312,7 @@ def test_view_without_projections_is_refused() -> None:
         ("h2o:recent=8,sinks=4", 64, 69),
         ("h2o:sinks=4", 2, 9),  # half of 9 are 4
         ("h2o:sinks=4", 10, 15),
-        ("keydiff", 5, 6),
+        ("tova", 5, 6),
     ],
 )
 def test_threshold_needs_the_larger_number_of_recent_tokens(base, recent, cap) -> None:
