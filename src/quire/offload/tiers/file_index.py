@@ -371,7 +371,8 @@ class FileIndex:
         found: list[str] = []
         with self._statement(writes=False) as database:
             rows = database.execute(
-                "SELECT name, CAST(disk_bytes AS INTEGER) FROM entries ORDER BY used_s, number"
+                "SELECT name, CAST(disk_bytes AS INTEGER) FROM entries "
+                "WHERE typeof(name) = 'text' ORDER BY used_s, number"  # as in `names`
             )
             for name, disk_bytes in rows:
                 if num_bytes <= 0:
