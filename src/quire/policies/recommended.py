@@ -2,7 +2,8 @@
 
     --evict auto:cap=50%      the first rule of the class of 50 % that the engine can serve
 
-Source: docs/board-measured.md, the entries with the highest quality in each class of KV bytes.
+Source: the results of `bash runs/board.sh` in docs/log.md, 2026-11-30: the entries with the highest
+quality of those that have run. They evict the context before the question is computed.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from quire.policies.registry import AUTO, SCHEDULE_OPTIONS
 
 RECOMMENDED = (
     (0.3, ("keydiff:budget=(duo:scores=smollm2)", "keydiff")),
-    (1.0, ("keydiff:budget=(duo:scores=smollm2)", "keydiff")),
+    (1.0, ("recent:sinks=4,budget=(duo:scores=smollm2)", "keydiff")),
 )
 """Rules by the largest cap of their class, as a fraction of the prompt; the best one first.
 
