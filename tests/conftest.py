@@ -108,7 +108,7 @@ def _after_a_restart(test: Callable[..., None]) -> Callable[..., None]:
     return restarted
 
 
-MIN_CASES, SAMPLED_SHARE = 4, 5  # of a table: at least 4 cases, else a fifth
+MIN_CASES, SAMPLED_SHARE = 3, 6  # of a table: at least 3 cases, else a sixth
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by `-m`

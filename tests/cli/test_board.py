@@ -152,7 +152,10 @@ def test_the_best_entries_are_confirmed_with_more_prompts_and_other_lengths(quir
     ("options", "why"),
     [
         (("--tasks", "arithmetic"), "--confirm at 1024 tokens: left out, no entry has a quality"),
-        (("--confirm-prompts", "9999999"), "--confirm at 1024 tokens: expected a text of more"),
+        (
+            ("--tasks", "perplexity", "--confirm-prompts", "9999999"),
+            "--confirm at 1024 tokens: expected a text of more",
+        ),
     ],
 )
 def test_a_leaderboard_without_confirmed_entries_has_its_pages(quire, tmp_path, options, why):
@@ -188,14 +191,14 @@ def test_invalid_options_of_confirm_are_refused_before_the_first_entry(
 
 def test_rules_that_one_engine_cannot_serve_together_run_in_several(quire, tmp_path):
     """Re-rotated keys are stored before RoPE, and `kvzip` reads no tokens of residual codecs."""
-    rules = ("--rules", "recent;streaming:sinks=4;kvzip", "--codecs", "none,int4:recent=16")
+    rules = ("--rules", "recent;streaming:sinks=4;kvzip", "--codecs", "none,int4+residual=16")
     run = quire(*SMALL, *rules, "--num-prompts", "2", "--share-prefill", "--out", tmp_path)
 
     assert run.exit_code == 0, run.stderr
     arms = json.loads(run.stdout.splitlines()[-1])["arms"]
     [why] = arms["refused"].values()
     assert "kvzip" in next(iter(arms["refused"]))
-    assert "recent" in why
+    assert "full precision" in why
     assert len(arms["rows"]) == 7
 
 

@@ -37,6 +37,7 @@ def test_demo_outputs_equal_transformers(demo_result):
     assert claims["exactness_equal"] + claims["exactness_ties"] == claims["exactness_checked"] == 4
 
 
+@pytest.mark.slow
 def test_demo_compares_uses_of_the_same_memory(demo_result):
     report = last_json(demo_result)
     claims, variants = report["claims"], report["config"]["variants"]

@@ -108,9 +108,9 @@ def test_later_run_continues_with_stored_cells(judge, tmp_path, monkeypatch):
     ran = []
     original = runner.SampleRunner.run
 
-    def counted(self, task, listed):
+    def counted(self, task, *options):
         ran.append(task.name)
-        return original(self, task, listed)
+        return original(self, task, *options)
 
     monkeypatch.setattr(runner.SampleRunner, "run", counted)
     second = result(*two)

@@ -65,6 +65,7 @@ def test_quire_cache(run) -> None:
     assert kv_bytes(recent) < kv_bytes(full)
 
 
+@pytest.mark.slow
 def test_offline_batch(run) -> None:
     printed = run("offline_batch.py")
 

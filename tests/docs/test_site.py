@@ -18,6 +18,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_public_names_have_a_reference(site: Path) -> None:
     import quire
 

@@ -270,6 +270,7 @@ def test_kernels_that_cannot_be_launched_are_not_used(monkeypatch, caplog, error
     assert refused.reason in caplog.text
 
 
+@pytest.mark.slow
 def test_doctor_reports_triton():
     findings = {finding.name: finding for finding in doctor._attention()}
 
