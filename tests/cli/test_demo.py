@@ -52,6 +52,7 @@ def test_demo_compares_uses_of_the_same_memory(demo_result):
     assert claims["int8_cached_tokens"] > claims["full_cached_tokens"]  # questions share documents
 
 
+@pytest.mark.slow
 def test_demo_prints_a_table_and_every_wrong_answer(demo_result):
     claims = last_json(demo_result)["claims"]
     printed = " ".join(demo_result.stderr.split())
@@ -141,6 +142,7 @@ def test_doctor_passes_on_a_healthy_machine(quire):
     }
 
 
+@pytest.mark.slow
 def test_doctor_reports_a_fault(quire, monkeypatch):
     def broken(*arguments: object, **options: object) -> None:
         raise ModelError("the weights are missing")

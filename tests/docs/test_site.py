@@ -28,6 +28,7 @@ def test_public_names_have_a_reference(site: Path) -> None:
         assert re.search(rf'id="quire\.[a-z_.]*\.{name}"', page), name
 
 
+@pytest.mark.slow
 def test_pages_can_be_searched(site: Path) -> None:
     index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
 

@@ -28,6 +28,7 @@ def generated(attention, **kv):
     return out.token_ids, out.usage.evicted_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kv",
     [

@@ -197,6 +197,7 @@ def test_dead_engine_ends_the_process_with_an_error():
     assert "the server shuts down with an error" in log
 
 
+@pytest.mark.slow
 def test_stopped_server_finishes_running_requests():
     body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
     with Server(served_model_name="tiny") as server:

@@ -26,6 +26,7 @@ def test_wrong_output_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
         generate_with_cache()
 
 
+@pytest.mark.slow
 def test_version_that_names_the_cache_otherwise_fails_the_check_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
