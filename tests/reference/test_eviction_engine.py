@@ -839,7 +839,7 @@ def test_prompt_whose_hidden_states_exceed_the_memory_is_refused(monkeypatch):
     ],
 )
 def test_auto_is_the_first_recommended_rule_that_the_engine_serves(monkeypatch, rules, chosen):
-    monkeypatch.setattr(recommended, "RECOMMENDED", ((1.0, rules),))
+    monkeypatch.setattr(recommended, "RECOMMENDED", rules)
     text = f"{BLOCKS},when=prefill_and_decode"
     model = load("llama")
     prompts = make_prompts(3, 60, seed=1)

@@ -155,7 +155,8 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
     )
     for tokens, count in counts.items():
         if pace.is_over or found.entries_left or not best:
-            why = "the time limit is over" if pace.is_over else "no entry has a quality"
+            late = pace.is_over or found.entries_left
+            why = "the time limit is over" if late else "no entry has a quality"
             pace.report(f"--confirm at {tokens} tokens: left out, {why}")
             continue
         one = replace(again, tokens=tokens, count=count // len(again.tasks))

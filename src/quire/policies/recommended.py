@@ -1,6 +1,6 @@
 """`auto`: the rules that the leaderboard recommends, with the caller's cap and schedule.
 
-    --evict auto:cap=50%      the first rule of the class of 50 % that the engine can serve
+    --evict auto:cap=50%      the first of `RECOMMENDED` that the engine can serve
 
 Source: the results of `bash runs/board.sh` in docs/log.md, 2026-11-30: the entries with the highest
 quality of those that have run. They evict the context before the question is computed.
@@ -9,17 +9,11 @@ quality of those that have run. They evict the context before the question is co
 from collections.abc import Iterator
 
 from quire.errors import ConfigError
-from quire.layout.eviction import Cap, parse_policy
+from quire.layout.eviction import parse_policy
 from quire.policies.registry import AUTO, SCHEDULE_OPTIONS
 
-RECOMMENDED = (
-    (0.3, ("keydiff:budget=(duo:scores=smollm2)", "keydiff")),
-    (1.0, ("recent:sinks=4,budget=(duo:scores=smollm2)", "keydiff")),
-)
-"""Rules by the largest cap of their class, as a fraction of the prompt; the best one first.
-
-A cap in tokens or bytes is one of the first class: it can be a small part of a long prompt.
-"""
+RECOMMENDED = ("recent:sinks=4,budget=(duo:scores=smollm2)", "keydiff")
+"""The best rule first."""
 
 
 def candidates(text: str) -> Iterator[str]:
@@ -43,10 +37,5 @@ def candidates(text: str) -> Iterator[str]:
     options = ",".join(f"{name}={value}" for name, value in parsed.options.items())
     if "cap" not in parsed.options:
         raise ConfigError(f"{text!r} needs a cap, such as cap=50%")
-    share = Cap.parse(parsed.options["cap"]).share
-    for rule in _of_class(0.0 if share is None else float(share)):
+    for rule in RECOMMENDED:
         yield f"{rule}{',' if ':' in rule else ':'}{options}"
-
-
-def _of_class(share: float) -> tuple[str, ...]:
-    return next((rules for largest, rules in RECOMMENDED if share <= largest), RECOMMENDED[-1][1])
