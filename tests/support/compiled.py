@@ -129,12 +129,10 @@ def run_steps():
 
 def attend(backend, codec, dtype, head_dim, value_dim):
     lanes = Lanes(
-        tokens=[1, 1, 20],
-        slots=[[400], [40], [60]],
+        [1, 1, 20],
+        [[400], [40], [60]],
+        (head_dim, value_dim),
         heads=2,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        page_tokens=16,
         dtype=torch.float32 if codec else dtype,
     )
     query = lanes.query(4).to(dtype)
@@ -164,9 +162,8 @@ def attend(backend, codec, dtype, head_dim, value_dim):
 
 def attend_to_latents(backend, codec, group):
     """Decode rows of DeepSeek V3's shape."""
-    shape = {"tokens": [1, 1], "slots": [[4000], [40]], "heads": 1, "page_tokens": 16}
     dtype = torch.float32 if codec else torch.bfloat16
-    lanes = Lanes(**shape, head_dim=64, value_dim=512, dtype=dtype)
+    lanes = Lanes([1, 1], [[4000], [40]], (64, 512), dtype=dtype)
     query = lanes.query(group, joined=True).bfloat16()
     if codec:
         lanes.pages = coded_twin(lanes, codec)

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from quire.kernels.backend import LaneSlots, LaneVectors, LayerPages, PageScores, StepShape
+from quire.kernels.reference_backend import ReferenceAttention
 from quire.policies.view import KVView
 
 
@@ -13,21 +14,20 @@ class Lanes:
     Args:
         tokens: new tokens of each row, one-token rows first.
         slots: live slots [rows][lanes], new ones included.
-        value_dim: elements of a value; default: those of a key.
+        dims: elements of a vector, or of a key and of a value.
         window: slots behind the window of the oldest new token are poisoned too.
         evicted: pages store positions; those of old slots are in any order, with gaps.
     """
 
     def __init__(
         self,
-        *,
         tokens,
         slots,
-        heads,
-        head_dim,
-        page_tokens,
-        dtype,
-        value_dim=None,
+        dims,
+        *,
+        heads=1,
+        page_tokens=16,
+        dtype=torch.float32,
         window=None,
         seed=0,
         evicted=False,
@@ -39,7 +39,7 @@ class Lanes:
         rows, lanes = self.slots.shape
         columns = -(-int(self.slots.max()) // page_tokens)
         num_pages = rows * lanes * columns + 1  # one is not used
-        dims = (head_dim, head_dim if value_dim is None else value_dim)
+        dims = dims if isinstance(dims, tuple) else (dims, dims)
         arena = torch.full((num_pages, heads * page_tokens * sum(dims)), float("nan"), dtype=dtype)
         sides = arena.split([heads * page_tokens * dim for dim in dims], dim=1)
         key, value = (side.unflatten(1, (heads, page_tokens, -1)) for side in sides)
@@ -71,7 +71,8 @@ class Lanes:
             old = rng.permutation(2 * held)[: held - tokens]
             slot = torch.arange(held)
             page = self.table[row, lane][slot // page_tokens].long()
-            own = np.concatenate([old, 2 * held + np.arange(tokens)])
+            start = 2 * held if len(old) else 0  # the first tokens of a row have no earlier ones
+            own = np.concatenate([old, start + np.arange(tokens)])
             positions[page, slot % page_tokens] = torch.from_numpy(own).int()
         return positions
 
@@ -114,6 +115,34 @@ class Lanes:
         """The output, and the column sums [rows, num_heads, slots]."""
         sums = torch.zeros(len(self.tokens), query.shape[1], int(self.slots.max()))
         return self.attend(backend, query, math, column_sums=sums), sums
+
+    def in_codes(self, pages):
+        """The same lanes in pages of codes; new keys and values are not read."""
+        coded = object.__new__(Lanes)
+        coded.__dict__ |= self.__dict__ | {"pages": pages}
+        empty = torch.full((int(self.tokens.sum()), 0, 0), torch.nan)
+        coded.fresh = lambda: (empty, empty)
+        return coded
+
+    def check(
+        self, backend, query, math, *, out=(1e-5, 1e-5), sums=(1e-5, 1e-4), scaled=False, pages=None
+    ):
+        """Compare output and column sums with the reference, and return the output.
+
+        Args:
+            out, sums: absolute and relative tolerance; the reference computes in `dtype`.
+            scaled: whether the absolute one of the output is a fraction of its largest number.
+            pages: pages of codes with what these lanes hold, which the backend reads.
+        """
+        reference = self.attend_with_sums(ReferenceAttention(), query.to(self.dtype), math)
+        lanes = self if pages is None else self.in_codes(pages)
+        got, got_sums = lanes.attend_with_sums(backend, query, math)
+        expected, expected_sums = reference[0].float(), reference[1]
+        unit = float(expected.abs().max()) if scaled else 1.0
+        assert got.dtype == query.dtype
+        torch.testing.assert_close(got.float(), expected, atol=out[0] * unit, rtol=out[1])
+        torch.testing.assert_close(got_sums, expected_sums, atol=sums[0], rtol=sums[1])
+        return got
 
 
 class ScoredLanes:

@@ -103,8 +103,7 @@ def test_decoding_of_a_vector_is_independent_of_other_vectors(name, head_dim):
 
 @every_codec
 @pytest.mark.parametrize(
-    "number",
-    [0.0, -0.0, 1.0, -3.7, 1e-4, 1e-7, 6e-8, 1e-20, -1e-40, 1000.1, 60000.0, -65504.0],
+    "number", [0.0, -0.0, 1.0, -3.7, 1e-4, 1e-7, 6e-8, 1e-20, -1e-40, 1000.1, 60000.0, -65504.0]
 )
 def test_constant_vectors_are_decoded_within_tolerance(name, number):
     """No division by an empty range; float16 next to codes rounds to 2 ** -11 or 2 ** -24."""

@@ -16,13 +16,7 @@ POSITIONS = np.array([[*range(20), -1]], dtype=np.int32)
     [
         ((0, 8), DECODE, 3, 1, range(12, 15)),  # at 23 tokens 15 is the oldest in the window
         ((0, 8), DECODE, 8, 1, range(12, 20)),
-        (
-            (0, 8),
-            DECODE,
-            3,
-            4,
-            range(12, 18),
-        ),  # three more may leave
+        ((0, 8), DECODE, 3, 4, range(12, 18)),  # three more may leave
         ((0, 8), PREFILL_END, 3, 1, range(12, 20)),  # there is no next eviction
         ((6, 17), DECODE, 5, 1, range(6, 8)),  # from 3 on, except sinks
         ((6, 30), DECODE, 5, 1, range(0)),  # the window starts before the first token

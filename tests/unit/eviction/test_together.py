@@ -48,8 +48,7 @@ def on_device(monkeypatch):
 def evicted(evict, monkeypatch, way, **kv):
     """Run requests; return their evicted positions, outputs, and how many evicted together."""
     engine = Engine(
-        engines.load("llama"),
-        kv_config(memory="2MiB", page_tokens=4, evict=evict, **kv),
+        engines.load("llama"), kv_config(memory="2MiB", page_tokens=4, evict=evict, **kv)
     )
     together = Counter()
     inner = PolicyEvictor.evict_together

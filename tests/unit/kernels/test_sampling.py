@@ -1,10 +1,17 @@
-"""Sampling operations, compared with Transformers and with direct computation."""
+"""Sampling: torch against Transformers and direct computation, C against torch."""
 
+import math
+import random
+
+import numpy as np
 import pytest
 import torch
 from transformers.generation import logits_process as reference
 
 from quire.kernels import sampling
+from quire.kernels.native.arguments import AVX2
+from quire.kernels.native.library import NativeLibrary, load_library
+from quire.kernels.native.sampling import RowOptions, RowSampling
 
 ROWS, VOCAB = 5, 300
 
@@ -28,32 +35,27 @@ def column(value):
     return torch.full((ROWS,), value)
 
 
-@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3])
-def test_repetition_penalty_equals_transformers(logits, history, penalty):
-    expected = reference.RepetitionPenaltyLogitsProcessor(penalty)(history, logits)
+PROCESSORS = {  # ours, that of Transformers, the tolerance
+    "penalize_repetition": (reference.RepetitionPenaltyLogitsProcessor, 0),
+    "apply_temperature": (reference.TemperatureLogitsWarper, 1e-6),
+    "keep_top_k": (reference.TopKLogitsWarper, 0),
+    "keep_min_p": (reference.MinPLogitsWarper, 0),
+}
+VALUES = [
+    *[("penalize_repetition", value) for value in (0.5, 1.0, 1.3)],
+    *[("apply_temperature", value) for value in (0.1, 1.0, 2.5)],
+    *[("keep_top_k", value) for value in (1, 5, VOCAB, 10 * VOCAB)],
+    *[("keep_min_p", value) for value in (0.001, 0.1, 1.0)],
+]
 
+
+def test_processors_equal_those_of_transformers(logits, history):
     seen = sampling.count_tokens(*pairs(history), ROWS, VOCAB) > 0
-    got = sampling.penalize_repetition(logits, seen, column(penalty))
-
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("temperature", [0.1, 1.0, 2.5])
-def test_temperature_equals_transformers(logits, history, temperature):
-    expected = reference.TemperatureLogitsWarper(temperature)(history, logits)
-
-    got = sampling.apply_temperature(logits, column(temperature))
-
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("count", [1, 5, VOCAB, 10 * VOCAB])
-def test_top_k_equals_transformers(logits, history, count):
-    expected = reference.TopKLogitsWarper(count)(history, logits)
-
-    got = sampling.keep_top_k(logits, column(count))
-
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    for name, value in VALUES:
+        processor, rtol = PROCESSORS[name]
+        arguments = (seen, column(value)) if name == "penalize_repetition" else (column(value),)
+        got = getattr(sampling, name)(logits, *arguments)
+        torch.testing.assert_close(got, processor(value)(history, logits), rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("mass", [1e-6, 0.3, 0.9, 0.999])
@@ -62,18 +64,7 @@ def test_top_p_equals_transformers(logits, history, mass, first_width, monkeypat
     monkeypatch.setattr(sampling, "FIRST_TOP_P_WIDTH", first_width)
     expected = reference.TopPLogitsWarper(mass)(history, logits)
 
-    got = sampling.keep_top_p(logits, column(mass))
-
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("share", [0.001, 0.1, 1.0])
-def test_min_p_equals_transformers(logits, history, share):
-    expected = reference.MinPLogitsWarper(share)(history, logits)
-
-    got = sampling.keep_min_p(logits, column(share))
-
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    torch.testing.assert_close(sampling.keep_top_p(logits, column(mass)), expected, rtol=0, atol=0)
 
 
 def test_presence_and_frequency_penalties_follow_openais_formula(logits):
@@ -88,31 +79,27 @@ def test_presence_and_frequency_penalties_follow_openais_formula(logits):
     torch.testing.assert_close(got, expected)
 
 
-def test_each_row_has_its_own_limit(logits):
-    counts = torch.tensor([1, 2, 3, 4, 300])
-    masses = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9])
-    shares = torch.tensor([0.01, 0.1, 0.2, 0.5, 0.9])
-
-    for keep, values in (
-        (sampling.keep_top_k, counts),
-        (sampling.keep_top_p, masses),
-        (sampling.keep_min_p, shares),
-    ):
-        together = keep(logits, values)
-        alone = [keep(logits[i : i + 1], values[i : i + 1]) for i in range(ROWS)]
-
-        assert torch.equal(together, torch.cat(alone))
+@pytest.mark.parametrize(
+    ("keep", "values"),
+    [
+        (sampling.keep_top_k, [1, 2, 3, 4, 300]),
+        (sampling.keep_top_p, [0.1, 0.3, 0.5, 0.7, 0.9]),
+        (sampling.keep_min_p, [0.01, 0.1, 0.2, 0.5, 0.9]),
+    ],
+)
+def test_each_row_has_its_own_limit(logits, keep, values):
+    values = torch.tensor(values)
+    alone = [keep(logits[i : i + 1], values[i : i + 1]) for i in range(ROWS)]
+    assert torch.equal(keep(logits, values), torch.cat(alone))
 
 
 def test_tokens_tied_with_the_last_retained_token_are_retained():
     logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0]])
-
-    assert sampling.keep_top_k(logits, torch.tensor([2])).isfinite().tolist() == [
-        [False, True, True, True, True]
-    ]
-    assert sampling.keep_top_p(logits, torch.tensor([0.5])).isfinite().tolist() == [
-        [False, True, True, True, True]
-    ]
+    for kept in (
+        sampling.keep_top_k(logits, torch.tensor([2])),
+        sampling.keep_top_p(logits, torch.tensor([0.5])),
+    ):
+        assert kept.isfinite().tolist() == [[False, True, True, True, True]]
 
 
 def test_keep_only_limits_only_the_named_rows(logits):
@@ -133,29 +120,21 @@ def test_bias_does_not_unban_a_token(logits):
 
 
 def test_sampling_operations_do_not_modify_their_input(logits):
-    before = logits.clone()
-    arguments = torch.tensor([0]), torch.tensor([1])
-
+    before, arguments = logits.clone(), (torch.tensor([0]), torch.tensor([1]))
     sampling.ban(logits, *arguments)
     sampling.keep_only(logits, *arguments)
     sampling.add_bias(logits, *arguments, torch.tensor([1.0]))
-    sampling.keep_top_k(logits, column(2))
-    sampling.keep_top_p(logits, column(0.5))
-    sampling.keep_min_p(logits, column(0.5))
+    for keep, value in (("top_k", 2), ("top_p", 0.5), ("min_p", 0.5)):
+        getattr(sampling, f"keep_{keep}")(logits, column(value))
 
     assert torch.equal(logits, before)
 
 
 def test_draw_inverts_the_cumulative_distribution_in_id_order():
-    shares = torch.tensor([[0.25, 0.0, 0.5, 0.25]])
-    uniforms = [0.0, 0.249, 0.251, 0.749, 0.751, 1 - 2**-53]
+    shares = torch.tensor([[0.25, 0.0, 0.5, 0.25]]).expand(6, -1)
+    uniforms = torch.tensor([0.0, 0.249, 0.251, 0.749, 0.751, 1 - 2**-53], dtype=torch.float64)
 
-    drawn = [
-        int(sampling.draw(shares.log(), torch.tensor([uniform], dtype=torch.float64)))
-        for uniform in uniforms
-    ]
-
-    assert drawn == [0, 0, 2, 2, 3, 3]
+    assert sampling.draw(shares.log(), uniforms).tolist() == [0, 0, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize("edge", [0.0, 1 - 2**-53])
@@ -189,3 +168,109 @@ def test_scores_are_log_softmax_and_ranks_count_from_one(logits):
     assert ranks.tolist() == [1] * ROWS
     torch.testing.assert_close(top_values, expected.topk(4).values)
     torch.testing.assert_close(expected.gather(1, top_ids), top_values)
+
+
+LIBRARY = load_library()
+PATHS = range(AVX2, LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
+GREEDY = RowOptions(0, 0, 0.0)
+SIZE = 1000
+
+
+@pytest.fixture(params=PATHS, ids=lambda path: f"path{path}")
+def native(request):
+    return RowSampling(LIBRARY, request.param)
+
+
+def random_logits(rows, vocab=SIZE, seed=5):
+    return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def expected_token(logits, options):
+    """The token of one row by the operations of torch."""
+    if not options.temperature:
+        return int(logits.argmax())
+    logits = sampling.apply_temperature(logits[None], torch.tensor([options.temperature]))
+    if options.top_k:
+        logits = sampling.keep_top_k(logits, torch.tensor([options.top_k]))
+    if options.top_p < 1:
+        logits = sampling.keep_top_p(logits, torch.tensor([options.top_p], dtype=torch.float64))
+    if options.min_p:
+        logits = sampling.keep_min_p(logits, torch.tensor([options.min_p], dtype=torch.float64))
+    key = np.array([options.seed, options.position], dtype=np.uint64)
+    uniform = (int(np.random.Philox(key=key).random_raw()) >> 11) * 2.0**-53
+    return int(sampling.draw(logits, torch.tensor([uniform], dtype=torch.float64)))
+
+
+def random_options(choose):
+    return RowOptions(
+        seed=choose.getrandbits(64),
+        position=choose.randrange(2**20),
+        temperature=choose.choice([0.0, 0.3, 0.8, 1.0, 2.0, 50.0]),
+        top_k=choose.choice([0, 0, 1, 5, 40, 300, 10**12]),
+        top_p=choose.choice([1.0, 1e-6, 0.1, 0.5, 0.95, 0.999]),
+        min_p=choose.choice([0.0, 0.0, 0.01, 0.1, 1.0]),
+    )
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 17, 255, 256, 257, 5000, 32000])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 12.0])
+def test_tokens_equal_those_of_torch(native, vocab, spread):
+    choose = random.Random(vocab)
+    logits = spread * random_logits(12, vocab)
+    logits[4:8, 1::3] = -math.inf
+    logits[8:] = logits[8:].round()  # ties
+    options = [random_options(choose) for _ in logits]
+
+    tokens, failed = native.sample(logits, options)
+
+    assert tokens == [expected_token(row, o) for row, o in zip(logits, options, strict=True)]
+    assert not failed
+
+
+def test_draws_of_torch_and_of_c_are_equal_at_many_positions(native):
+    logits = random_logits(1).expand(200, -1)
+    options = [RowOptions(9, n, 0.9, top_k=100, top_p=0.9) for n in range(200)]
+
+    tokens, _ = native.sample(logits, options)
+
+    assert tokens == [expected_token(logits[0], o) for o in options]
+    assert len(set(tokens)) > 5
+
+
+def test_rows_of_a_wider_tensor_are_read_by_their_stride(native):
+    wide = torch.full((3, SIZE + 7), 99.0)
+    wide[:, :SIZE] = random_logits(3)
+    options = [RowOptions(1, n, 1.0) for n in range(3)]
+
+    assert native.sample(wide[:, :SIZE], options) == native.sample(random_logits(3), options)
+    assert native.likeliest(wide[:, :SIZE])[0] == random_logits(3).argmax(dim=1).tolist()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("column", [0, 3, SIZE - 1])
+def test_a_row_with_a_wrong_number_fails_alone(native, value, column):
+    logits, options = random_logits(3, SIZE - 3), [RowOptions(1, n, 1.0) for n in range(3)]
+    expected, _ = native.sample(logits, options)
+    logits[1, min(column, SIZE - 4)] = value
+
+    tokens, failed = native.sample(logits, options)
+
+    assert failed == [1]
+    assert native.likeliest(logits)[1] == [1]
+    assert (tokens[0], tokens[2]) == (expected[0], expected[2])
+
+
+def test_a_row_without_tokens_and_a_row_that_overflows_fail(native):
+    logits = random_logits(3)
+    logits[0], logits[2] = -math.inf, 1e30
+    options = [RowOptions(1, 1, 1.0, top_p=0.5), GREEDY, RowOptions(1, 1, 1e-20)]
+
+    assert native.sample(logits, options)[1] == [0, 2]
+
+
+def test_the_first_of_the_likeliest_tokens_is_chosen(native):
+    logits = torch.zeros(2, SIZE)
+    logits[1, [70, 300, SIZE - 1]] = 2.0
+
+    assert native.likeliest(logits) == ([0, 70], [])
+    assert native.sample(logits, [GREEDY, GREEDY]) == ([0, 70], [])

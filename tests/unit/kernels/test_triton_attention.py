@@ -1,18 +1,29 @@
-"""Attention in Triton, interpreted on the CPU, equals the reference."""
+"""Attention in Triton, interpreted on the CPU: pages, codes, static plans equal the reference."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.codecs.registry import make_codec
 from quire.errors import InvariantError
-from quire.kernels.backend import Alibi, AttentionMath
+from quire.kernels.backend import Alibi, AttentionMath, StaticLanes, StaticPlans, StepShape
+from quire.kernels.coded import CodedPages, CodedPlanes
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
+from quire.kernels.triton.coding import KINDS, PLAIN, why_not
+from quire.layout.codec_names import CODECS, codec_spec
+from quire.layout.pages import VALUE
+from quire.layout.statistics import QueryRing
+from quire.policies.keydiff import KeyDiff
+from quire.policies.knorm import KNorm
+from quire.policies.windows import column_sums
+from support.coded_lanes import coded_twin
 from support.interpreted import CPU, interpreted, triton_backend
-from support.lanes import Lanes
+from support.lanes import Lanes, ScoredLanes
 from support.pairwise import every_pair
 
 launch = interpreted("launch")
@@ -29,17 +40,9 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(launch, "SUM_BYTES", 1)
 
 
-def make_lanes(**change):
+def make_lanes(dims=16, *, tokens=(1, 1, 4), slots=((21,), (5,), (19,)), heads=2, **shape):
     """Two decode rows and a chunk."""
-    shape = {
-        "tokens": [1, 1, 4],
-        "slots": [[21], [5], [19]],
-        "heads": 2,
-        "head_dim": 16,
-        "page_tokens": 8,
-        "dtype": torch.float32,
-    }
-    return Lanes(**shape | change)
+    return Lanes(tokens, slots, dims, **{"page_tokens": 8} | shape, heads=heads)
 
 
 def one_head_pages(lanes):
@@ -57,15 +60,11 @@ def check(lanes, group, *, backend=None, atol=2e-5, with_sums=True, **options):
     query = lanes.query(group)
     math = math_of(query, **options)
     backend = backend or triton_backend()
-    if not with_sums:
-        got, expected = (lanes.attend(x, query, math) for x in (backend, REFERENCE))
-        torch.testing.assert_close(got.float(), expected.float(), atol=atol, rtol=1e-5)
+    if with_sums:
+        lanes.check(backend, query, math, out=(atol, 1e-5), sums=(2e-5, 1e-4))
         return
-    expected, expected_sums = lanes.attend_with_sums(REFERENCE, query, math)
-    got, sums = lanes.attend_with_sums(backend, query, math)
-
+    got, expected = (lanes.attend(x, query, math) for x in (backend, REFERENCE))
     torch.testing.assert_close(got.float(), expected.float(), atol=atol, rtol=1e-5)
-    torch.testing.assert_close(sums, expected_sums, atol=2e-5, rtol=1e-4)
 
 
 @every_pair(
@@ -76,13 +75,12 @@ def check(lanes, group, *, backend=None, atol=2e-5, with_sums=True, **options):
 def test_heads_equal_the_reference(heads, dims, pages):
     kv_heads, group = HEADS[heads]
     shape = {"heads": kv_heads} if pages == "layer pages" else one_head_pages([21, 5, 19])
-    lanes = make_lanes(**shape, head_dim=dims[0], value_dim=dims[1])
-    check(lanes, group, with_sums=max(dims) < 50)
+    check(make_lanes(dims, **shape), group, with_sums=max(dims) < 50)
 
 
 @every_pair(window=[None, 1, 17], softcap=[None, 2.0], with_sinks=[False, True])
 def test_windows_softcaps_and_sinks_equal_the_reference(window, softcap, with_sinks):
-    lanes = make_lanes(heads=1, window=window, value_dim=40)
+    lanes = make_lanes((16, 40), heads=1, window=window)
     check(lanes, 2, softcap=softcap, with_sinks=with_sinks)
 
 
@@ -93,20 +91,16 @@ def test_pages_of_any_number_of_tokens(page_tokens):
 
 @pytest.mark.parametrize("dims", [(8, 8), (33, 33), (192, 128), (8, 33), (512, 512)])
 def test_vectors_of_any_length(dims):
-    lanes = make_lanes(heads=1, head_dim=dims[0], value_dim=dims[1])
-    check(lanes, 2, with_sums=dims == (33, 33))
+    check(make_lanes(dims, heads=1), 2, with_sums=dims == (33, 33))
 
 
 @every_pair(
-    dims=[(8, 16), (16, 33), (64, 512)],
-    group=[4, 16, 20],
-    window=[None, 7],
-    multiprocessors=[1, 8],
+    dims=[(8, 16), (16, 33), (64, 512)], group=[4, 16, 20], window=[None, 7], multiprocessors=[1, 8]
 )
 def test_joined_keys_equal_the_reference(dims, group, window, multiprocessors):
     """Latents: the key of a slot is its value followed by its stored key; 20 heads are 2 blocks."""
     shape = {"tokens": [1, 1], "slots": [[150], [5]], "heads": 1, "window": window}
-    lanes = make_lanes(**shape, head_dim=dims[0], value_dim=dims[1])
+    lanes = make_lanes(dims, **shape)
     query, math = lanes.query(group, joined=True), AttentionMath(sum(dims) ** -0.5, joined=True)
     backend = triton_backend(multiprocessors=multiprocessors)
     got, expected = (lanes.attend(one, query, math) for one in (backend, REFERENCE))
@@ -124,7 +118,7 @@ def test_chunks_without_earlier_tokens(tokens):
 @pytest.mark.parametrize("dims", [(64, 64), (80, 48)])
 def test_half_precision_stays_near_the_reference(dtype, dims):
     """Arithmetic on bfloat16 itself is wrong in Triton 3.9's interpreter."""
-    lanes = make_lanes(heads=1, head_dim=dims[0], value_dim=dims[1], dtype=dtype)
+    lanes = make_lanes(dims, heads=1, dtype=dtype)
     check(lanes, 4, atol=2e-2 if dtype is torch.bfloat16 else 2e-3, softcap=5.0, with_sinks=True)
 
 
@@ -137,7 +131,7 @@ def test_splits_of_a_row_are_merged(with_sinks, monkeypatch):
         merge(call, partial, partial_lse, splits)
 
     monkeypatch.setattr(launch, "merge_decode", counted)
-    lanes = make_lanes(heads=1, tokens=[1, 1], slots=[[150], [5]], value_dim=24)
+    lanes = make_lanes((16, 24), heads=1, tokens=[1, 1], slots=[[150], [5]])
     check(lanes, 2, backend=triton_backend(multiprocessors=8), with_sinks=with_sinks)
     check(lanes, 2, backend=triton_backend(multiprocessors=1), with_sinks=with_sinks)
 
@@ -157,34 +151,23 @@ def test_splits_of_a_row_are_merged(with_sinks, monkeypatch):
 def test_steps_equal_the_reference(tokens, before, kv_heads, group, window, page_tokens, softcap):
     tokens = sorted(tokens)
     slots = [[new + old] for new, old in zip(tokens, before, strict=False)]
-    lanes = make_lanes(
-        tokens=tokens, slots=slots, heads=kv_heads, window=window, page_tokens=page_tokens
-    )
-    check(lanes, group, softcap=softcap)
+    shape = {"heads": kv_heads, "window": window, "page_tokens": page_tokens}
+    check(make_lanes(tokens=tokens, slots=slots, **shape), group, softcap=softcap)
 
 
-def test_attention_with_table_row_and_lane_offsets():
+def test_attention_with_table_row_and_lane_offsets_and_strided_queries():
     """Step rows map to any table rows, and layer lanes to any lanes of the group."""
     lanes = make_lanes(**one_head_pages([21, 5, 19]))
     query = lanes.query(2)
     expected = lanes.attend(triton_backend(), query, math_of(query))
-    rows, count, columns = lanes.table.shape
-    large = torch.full((7, count + 3, columns), -1, dtype=torch.int32)
-    own = torch.tensor([5, 2, 0])
+    _, count, columns = lanes.table.shape
+    large, own = torch.full((7, count + 3, columns), -1, dtype=torch.int32), torch.tensor([5, 2, 0])
     large[own, 2 : 2 + count] = lanes.table
     lanes.table = large[own, 2 : 2 + count]
     lanes.pages = replace(lanes.pages, table=large, rows=own, first_lane=2)
-
-    assert len(own) == rows
-    assert torch.equal(lanes.attend(triton_backend(), query, math_of(query)), expected)
-
-
-def test_queries_that_are_not_contiguous():
-    lanes = make_lanes(heads=1)
-    query = lanes.query(2)
-    expected = lanes.attend(triton_backend(), query, math_of(query))
     strided = query.transpose(0, 1).contiguous().transpose(0, 1)
 
+    assert torch.equal(lanes.attend(triton_backend(), query, math_of(query)), expected)
     assert torch.equal(lanes.attend(triton_backend(), strided, math_of(query)), expected)
 
 
@@ -200,30 +183,28 @@ def test_column_sums_overwrite_all_live_slots_of_decode_rows():
 
 
 def test_too_small_column_sums_are_refused():
-    lanes = make_lanes()
-    sums = torch.zeros(3, 4, 20)
+    lanes, sums = make_lanes(), torch.zeros(3, 4, 20)
     with pytest.raises(InvariantError, match=r"column sums of shape \(3, 4, 21\)"):
         lanes.attend(triton_backend(), lanes.query(2), AttentionMath(scale=1.0), column_sums=sums)
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "alibi", "reason"),
     [
-        (lambda pages: {"table": pages.table.long()}, "page table of torch.int64"),
-        (
-            lambda pages: {"key": pages.key.transpose(2, 3).clone().transpose(2, 3)},
-            "pages with strides",
-        ),
+        (lambda pages: {"table": pages.table.long()}, False, "page table of torch.int64"),
+        (lambda pages: {"key": pages.key.mT.clone().mT}, False, "pages with strides"),
+        (lambda pages: {}, True, "the kernels add no ALiBi"),
     ],
 )
-def test_unsupported_tensors_fall_back_with_one_warning(change, reason, caplog):
+def test_unsupported_tensors_fall_back_with_one_warning(change, alibi, reason, caplog):
     lanes = make_lanes()
-    query = lanes.query(2)
-    backend = triton_backend(GatheredAttention(CPU))
-    expected = lanes.attend(REFERENCE, query, math_of(query))
+    query, backend = lanes.query(2), triton_backend(GatheredAttention(CPU))
+    slopes = Alibi(torch.linspace(0.1, 0.5, query.shape[1]))
+    math = replace(math_of(query), alibi=slopes if alibi else None)
+    expected = lanes.attend(REFERENCE, query, math)
     lanes.pages = replace(lanes.pages, **change(lanes.pages))
     for _ in range(2):
-        got = lanes.attend(backend, query, math_of(query))
+        got = lanes.attend(backend, query, math)
 
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert len(caplog.records) == 1
@@ -237,20 +218,9 @@ def test_latents_of_several_tokens_and_column_sums_fall_back_to_gathered_pages(c
         (make_lanes(heads=1, tokens=[1], slots=[[21]]), "column sums of attention to latents"),
     ):
         query = lanes.query(4, joined=True)
-        got = lanes.attend_with_sums(triton_backend(GatheredAttention(CPU)), query, math)
-        expected = lanes.attend_with_sums(REFERENCE, query, math)
-        torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+        near = {"out": (2e-5, 1e-4), "sums": (2e-5, 1e-4)}
+        lanes.check(triton_backend(GatheredAttention(CPU)), query, math, **near)
         assert reason in caplog.text
-
-
-def test_alibi_falls_back_to_gathered_pages(caplog):
-    lanes = make_lanes()
-    query = lanes.query(2)
-    math = replace(math_of(query), alibi=Alibi(torch.linspace(0.1, 0.5, query.shape[1])))
-    got = lanes.attend(triton_backend(GatheredAttention(CPU)), query, math)
-
-    torch.testing.assert_close(got, lanes.attend(REFERENCE, query, math), atol=1e-5, rtol=1e-5)
-    assert "the kernels add no ALiBi" in caplog.text
 
 
 def test_pages_of_float64_fall_back():
@@ -259,3 +229,212 @@ def test_pages_of_float64_fall_back():
     got = lanes.attend(triton_backend(GatheredAttention(CPU)), query, math_of(query))
 
     assert torch.equal(got, lanes.attend(GatheredAttention(CPU), query, math_of(query)))
+
+
+MOST, GROUP, SLOT_BYTES = 96, 2, 128
+STEPS = ([90, 7, 33], [91, 8, 1], [16, 17, 96])
+"""Live slots of three rows, one step after another."""
+
+
+def lanes_of(slots, window=None, **shape):
+    """Three decode rows whose page tables have columns for all slots."""
+    return make_lanes(tokens=[1, 1, 1], slots=slots, window=window, **shape)
+
+
+def static_plan(backend, lanes, slots):
+    """A plan that reads live slots from a tensor."""
+    static = StaticLanes(slots, MOST, lanes.window)
+    return backend.static_plan(StepShape.of(lanes.tokens), static, [lanes.pages], SLOT_BYTES)
+
+
+@every_pair(window=[None, 20], by_head=[False, True], multiprocessors=[1, 16])
+def test_one_plan_equals_the_reference_as_slots_change(window, by_head, multiprocessors):
+    backend = triton_backend(multiprocessors=multiprocessors)
+    slots = torch.ones((3, 2 if by_head else 1), dtype=torch.int32)
+    plan = None
+    for number, live in enumerate(STEPS):
+        shape = one_head_pages(live) if by_head else {"slots": [[n] for n in live]}
+        lanes = lanes_of(shape.pop("slots"), window, seed=number, **shape)
+        query = lanes.query(GROUP)
+        plan = plan or static_plan(backend, lanes, slots)
+        slots.copy_(torch.from_numpy(lanes.slots))
+
+        assert backend.refresh(plan, lanes.slots)
+        got = backend.attend(plan, lanes.pages, math_of(query), query, lanes.fresh())
+
+        expected = lanes.attend(ReferenceAttention(), query, math_of(query))
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
+
+
+def test_more_slots_than_planned_are_refused():
+    backend, lanes = triton_backend(), lanes_of([[5], [5], [5]])
+    plan = static_plan(backend, lanes, torch.ones((3, 1), dtype=torch.int32))
+
+    assert isinstance(backend, StaticPlans)
+    assert backend.refresh(plan, np.full((3, 1), MOST, dtype=np.int32))
+    assert not backend.refresh(plan, np.full((3, 1), MOST + 1, dtype=np.int32))
+
+
+def test_pages_without_a_kernel_have_no_static_plan():
+    lanes = lanes_of([[5], [5], [5]], dtype=torch.float64)
+    backend = triton_backend(GatheredAttention(CPU))
+
+    assert static_plan(backend, lanes, torch.ones((3, 1), dtype=torch.int32)) is None
+
+
+def test_a_step_without_a_kernel_fails_instead_of_falling_back():
+    backend, lanes = triton_backend(GatheredAttention(CPU)), lanes_of([[5], [5], [5]])
+    plan = static_plan(backend, lanes, torch.full((3, 1), 5, dtype=torch.int32))
+    query = lanes.query(GROUP).double()
+
+    with pytest.raises(RuntimeError, match="the Triton kernels cannot compute this step"):
+        backend.attend(plan, lanes.pages, math_of(query), query, lanes.fresh())
+
+
+DECODED = [name for name in KINDS if KINDS[name] != PLAIN and not CODECS[name].constants]
+PAIRS = ["int8/int4:group=16", "float32/int2", "int4_hadamard/fp8", "int8/float32"]
+NEAR = {"out": (2e-5, 1e-5), "sums": (2e-5, 1e-4)}
+SHAPES = {  # KV heads of a page, pages of a row, query heads of a KV head, dims of keys and values
+    "MHA": (2, 1, 1, (64, 32)),
+    "GQA 4, one-head pages": (1, 2, 4, (16, 16)),
+    "GQA 8": (2, 1, 8, (80, 80)),
+    "MQA": (1, 1, 8, (16, 64)),
+}
+
+
+def two_rows(dims=16, count=1, **shape):
+    """A decode row and a chunk."""
+    slots = [[21] * count, [11] * count]
+    return Lanes(**{"tokens": [1, 4], "slots": slots, "page_tokens": 8} | shape, dims=dims)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("codec", [*DECODED, *PAIRS])
+def test_codes_equal_decoded_vectors(codec, shape):
+    heads, count, group, dims = SHAPES[shape]
+    lanes = two_rows(dims, count, heads=heads, window=None if group == 1 else 15)
+    query, pages = lanes.query(group), coded_twin(lanes, codec)
+    sinks = torch.linspace(-2, 2, query.shape[1])
+    math = AttentionMath(scale=dims[0] ** -0.5, softcap=2.0, sinks=sinks)
+    if group == 8:  # the sums of a chunk take most of the time
+        got = lanes.in_codes(pages).attend(triton_backend(), query, math)
+        expected = lanes.attend(REFERENCE, query, math)
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
+    else:
+        lanes.check(triton_backend(), query, math, pages=pages, **NEAR)
+
+
+@pytest.mark.parametrize("codec", ["int8", "float32/int8", "int4/fp8", "int4_outliers"])
+def test_codes_of_latents_equal_decoded_latents(codec):
+    lanes = two_rows((16, 32), tokens=[1, 1])
+    query, math = lanes.query(20, joined=True), AttentionMath(48**-0.5, joined=True)
+    pages = coded_twin(lanes, codec)
+
+    got = lanes.in_codes(pages).attend(triton_backend(), query, math)
+
+    torch.testing.assert_close(got, lanes.attend(REFERENCE, query, math), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_queries_of_half_precision(codec, dtype):
+    """With float16 the scales of values are not multiplied with weights, which could underflow."""
+    lanes = two_rows(64)
+    query, pages = lanes.query(4).to(dtype), coded_twin(lanes, codec)
+    out = 2 ** (-7 if dtype is torch.bfloat16 else -10), 0
+    near = {"out": out, "sums": (1e-2, 1e-2), "scaled": True}
+    lanes.check(triton_backend(), query, AttentionMath(scale=0.125), pages=pages, **near)
+
+
+@pytest.mark.parametrize("codec", ["int8_channel", "int8:equalise=1", "int4:equalise=1"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_constants_of_channels_are_applied_to_queries_and_outputs(codec, count):
+    lanes, codecs, planes = two_rows((16, 32), count, heads=2 // count), [], []
+    for vectors in (lanes.pages.key, lanes.pages.value):
+        dim = vectors.shape[3]
+        spread = torch.linspace(0.1, 3, dim) * torch.tensor([1.0, 4.0])[:, None, None]
+        own = make_codec(codec_spec(codec), dim).calibrated(torch.randn(2, 50, dim) * spread)
+        codecs.append(own)
+        by_lane = vectors.nan_to_num(0.0)
+        # page p holds the heads of one lane; encode it with each lane's constants
+        lane_of = torch.zeros(len(vectors), dtype=torch.long)
+        for lane in range(count):
+            lane_of[lanes.table[:, lane].clamp_min(0).flatten().long()] = lane
+        heads = lane_of[:, None] * (2 // count) + torch.arange(2 // count)
+        planes.append(_strided(own.of_heads(heads).encode(by_lane)))
+    coded = CodedPages(*map(CodedPlanes, codecs, planes))
+    pages = replace(lanes.pages, key=planes[0][0], value=planes[1][0], coded=coded)
+    query, math = lanes.query(2), AttentionMath(scale=0.25)
+    lanes.in_codes(pages).check(triton_backend(), query, math, **NEAR)
+
+
+def _strided(planes):
+    """The planes in pages of equal byte strides."""
+    placed = []
+    for plane in planes:
+        pages = torch.zeros(len(plane), 1024, dtype=torch.uint8)
+        part = pages[:, : plane[0].nbytes].view(plane.dtype).view(plane.shape)
+        placed.append(part.copy_(plane))
+    return tuple(placed)
+
+
+def test_other_codecs_fall_back_to_gathered_pages(caplog):
+    """Codes with measured codebooks, or of whole pages."""
+    lanes = two_rows(slots=[[16], [8]])
+    codec = make_codec(codec_spec("int4_page"), 16)
+    sides = [codec.encode(x.nan_to_num(0.0)) for x in (lanes.pages.key, lanes.pages.value)]
+    coded = CodedPages(*(CodedPlanes(codec, side) for side in sides))
+    pages = replace(lanes.pages, key=sides[0][0], value=sides[1][0], coded=coded)
+    backend = triton_backend(GatheredAttention(CPU))
+    lanes.in_codes(pages).check(backend, lanes.query(2), AttentionMath(scale=0.25))
+    assert "they do not decode int4_page" in caplog.text
+
+
+def test_reasons_why_a_codec_is_not_decoded():
+    for codec in ("int8", "int8:equalise=1", "int4_hadamard"):
+        assert why_not(codec_spec(codec), 64) is None
+    assert why_not(codec_spec("kvquant4"), 64) == "they do not decode kvquant4"
+    many = codec_spec("int4_outliers:percent=50")
+    assert why_not(many, 64) == f"they read at most 16 outliers of a vector, {many.name} has more"
+
+
+def test_every_codec_that_is_decoded_is_tested():
+    """Measured codecs have tests of their own."""
+    assert {*DECODED, "int8_channel"} == {n for n, kind in KINDS.items() if kind != PLAIN}
+
+
+@pytest.mark.parametrize(
+    ("codec", "shape", "window", "group"),
+    [
+        ("float32", (2, 16, 4), 3, 3),
+        ("bfloat16", (1, 64, 16), 32, 1),
+        ("float16", (3, 80, 5), 40, 2),
+        ("int8", (1, (32, 64), 8), 5, 2),
+        ("fp8", (1, 32, 8), 5, 2),
+        ("int4", (2, 32, 8), 5, 2),
+        ("int4_outliers", (1, 64, 8), 5, 1),
+    ],
+)
+def test_scores_of_cached_tokens_equal_those_of_their_keys(codec, shape, window, group):
+    heads, dims, page_tokens = shape
+    plain = codec in ("float32", "bfloat16", "float16")
+    sizes = {"heads": heads, "page_tokens": page_tokens}
+    dtype = getattr(torch, codec) if plain else torch.float32
+    lanes = two_rows(dims, 2, tokens=[1, 1], dtype=dtype, **sizes)
+    pages = None if plain else coded_twin(lanes, codec)
+    cached = ScoredLanes(lanes, QueryRing(window), group, pages)
+    expected, view = cached.view(), cached.view(triton_backend())
+    sums = column_sums(view, cached.ring)
+
+    torch.testing.assert_close(sums, column_sums(expected, cached.ring), atol=2e-5, rtol=2e-5)
+    for rule in (KeyDiff(), KNorm()):
+        torch.testing.assert_close(rule.score(view), rule.score(expected), atol=2e-6, rtol=2e-5)
+    norms = view.in_pages(VALUE).norms()
+    torch.testing.assert_close(norms, cached.values().norm(dim=2), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("codec", ["int4_hadamard", "int8_channel"])
+def test_keys_that_kernels_do_not_decode_are_not_scored(codec):
+    side = CodedPlanes(make_codec(codec_spec(codec), 16), (torch.zeros(1, 1, 1, 16),))
+
+    assert not triton_backend().can_score(side.planes[0], side)

@@ -1,4 +1,8 @@
-"""Division of a step among programs, and the reasons why Triton cannot run; without kernels."""
+"""Triton: division of a step, why it cannot run, and kernels compiled for and run on a GPU."""
+
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -7,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.kernels.backend import LaneSlots, StepShape
+from quire.kernels.page_copies import IN_TORCH, page_copies
 from quire.kernels.triton import hardware
 from quire.kernels.triton.hardware import Hardware, is_interpreted, why_no_triton
 from quire.kernels.triton.launch import (
@@ -18,6 +23,7 @@ from quire.kernels.triton.launch import (
     on_device,
     split_count,
 )
+from support.interpreted import interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -52,18 +58,9 @@ def test_blocks_cover_all_queries_of_rows_with_several_tokens():
     step = StepShape.of(np.array([1, 1, 20, 16, 1], dtype=np.int32))
     rows, firsts = block_starts(step, 16)
 
-    assert list(zip(rows.tolist(), firsts.tolist(), strict=True)) == [
-        (2, 16),
-        (2, 0),
-        (3, 0),
-        (4, 0),
-    ]
-
-
-def test_no_blocks_of_a_step_that_only_decodes():
+    assert (rows.tolist(), firsts.tolist()) == ([2, 2, 3, 4], [16, 0, 0, 0])
     rows, firsts = block_starts(StepShape.of(np.ones(3, dtype=np.int32)), 16)
-
-    assert len(rows) == len(firsts) == 0
+    assert len(rows) == len(firsts) == 0  # a step that only decodes
 
 
 def test_plan_copies_shapes_once_and_blocks_once_for_each_size():
@@ -80,6 +77,13 @@ def test_plan_copies_shapes_once_and_blocks_once_for_each_size():
     assert (blocks.rows.tolist(), blocks.firsts.tolist()) == ([1, 1], [16, 0])
     assert plan.query_blocks(16) is blocks
     assert plan.query_blocks(32).rows.tolist() == [1]
+    plan = make_plan(step, LaneSlots(slots, None), 16, 256, CPU)
+    assert (plan.window, plan.longest_decode) == (NO_WINDOW, 300)
+    step = StepShape.of(np.array([20, 20, 20], dtype=np.int32))
+    plan = make_plan(step, LaneSlots(np.full((3, 1), 20, dtype=np.int32), None), 16, 256, CPU)
+    blocks = plan.query_blocks(20)
+    assert (blocks.rows.tolist(), blocks.firsts.tolist()) == ([0, 1, 2], [0, 0, 0])
+    assert 4 * blocks.firsts.storage_offset() == 16  # aligned
 
 
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5))
@@ -93,23 +97,6 @@ def test_parts_of_a_copy_start_at_multiples_of_16_bytes(sizes):
     assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
 
 
-def test_query_blocks_are_aligned():
-    step = StepShape.of(np.array([20, 20, 20], dtype=np.int32))
-    slots = LaneSlots(np.full((3, 1), 20, dtype=np.int32), None)
-    blocks = make_plan(step, slots, 16, 256, CPU).query_blocks(20)
-
-    assert blocks.rows.tolist() == [0, 1, 2]
-    assert blocks.firsts.tolist() == [0, 0, 0]
-    assert 4 * blocks.firsts.storage_offset() == 16
-
-
-def test_plan_without_a_window():
-    step = StepShape.of(np.array([1], dtype=np.int32))
-    plan = make_plan(step, LaneSlots(np.array([[300]], dtype=np.int32), None), 16, 256, CPU)
-
-    assert (plan.window, plan.longest_decode) == (NO_WINDOW, 300)
-
-
 def test_triton_runs_on_a_cpu_in_its_interpreter_only(monkeypatch):
     monkeypatch.setattr(hardware, "triton_version", lambda: "3.9.0")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -120,9 +107,6 @@ def test_triton_runs_on_a_cpu_in_its_interpreter_only(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     assert not is_interpreted()
     assert why_no_triton(CPU) == "Triton's kernels run on NVIDIA GPUs, the pages are on the CPU"
-
-
-def test_devices_without_cuda_have_no_triton():
     assert "the pages are on mps" in str(why_no_triton(torch.device("mps")))
 
 
@@ -168,6 +152,43 @@ def test_tiles_fit_the_shared_memory(monkeypatch, capability, shared_bytes, tile
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
 
-    assert Hardware.of(CUDA) == Hardware(
-        "GPU", 132, tiles_ahead, large_tiles=is_large, interpreted=False
-    )
+    expected = Hardware("GPU", 132, tiles_ahead, large_tiles=is_large, interpreted=False)
+    assert Hardware.of(CUDA) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gpu", "capability"), [("H100", "9.0"), ("A100", "8.0"), ("L4", "8.9")])
+def test_kernels_compile_for_a_gpu_and_fit_its_shared_memory(gpu, capability, tmp_path):
+    interpreted("backend")  # skips if Triton is not there
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", "-m", "support.compiled", gpu]
+    options = {"capture_output": True, "text": True, "check": False, "timeout": 1200}
+    done = subprocess.run(command, env=environment, **options)
+
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert f"kernels compiled for compute capability {capability}" in lines[-1]
+    half = [line for line in lines if " bf16 " in line or " fp16 " in line]
+    products = "decode_splits decode_sums prefill_blocks prefill_sums window_sums"
+    assert {line.split()[0] for line in half} == set(products.split())
+    assert not [line for line in half if "  0 tensor-core products" in line]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (80, 80), (128, 128), (256, 256), (192, 128), (64, 96), (512, 512)]
+)
+def test_kernels_are_right_on_a_gpu(dtype, dims):
+    """Whole rows and splits; see `self_test`."""
+    from quire.kernels.triton.self_test import tested_hardware
+
+    found = tested_hardware(torch.device("cuda"), dtype, *dims)
+
+    assert isinstance(found, Hardware), found
+
+
+@pytest.mark.gpu
+def test_pages_are_packed_by_triton_on_a_gpu():
+    assert page_copies(torch.device("cuda")) is not IN_TORCH

@@ -1,4 +1,4 @@
-"""When the Triton backend is selected, and what is imported before."""
+"""When the Triton backend and its kernels for rows are used, their self-tests, and the rows."""
 
 import importlib
 import os
@@ -7,6 +7,8 @@ import sys
 
 import pytest
 import torch
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from quire.cli import doctor
 from quire.errors import ConfigError
@@ -14,8 +16,9 @@ from quire.kernels import select
 from quire.kernels.backend import CosSin
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.select import select_backend
+from quire.kernels.triton import hardware
 from quire.kernels.triton.coding import BITS_CODES, FP8, INT8, PLAIN
-from quire.kernels.triton.hardware import Hardware
+from quire.kernels.triton.hardware import Hardware, RowShape
 from support.interpreted import CPU, FAILURES, interpreted, triton_backend
 
 self_test = interpreted("self_test")
@@ -47,14 +50,9 @@ print("quire" in Importers.names, [n for n in sys.modules if n.startswith("quire
 def run_without_interpreter(source):
     """Run a program without TRITON_INTERPRET, as users do."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-c", source],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    ).stdout.splitlines()[-1]
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 120}
+    ran = subprocess.run([sys.executable, "-c", source], check=True, **options)
+    return ran.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -87,27 +85,20 @@ def test_triton_is_selected_in_the_interpreter():
 
 
 @pytest.mark.parametrize(
-    ("codec", "reason"),
+    ("options", "reason"),
     [
-        ("kvquant4", "they do not decode kvquant4"),
-        ("int4_hadamard:equalise=1", "rotated vectors with equalised channels"),
-        ("int3_hadamard:equalise=1", "rotated vectors with equalised channels"),
-        ("kivi4+sinks=4+residual=32", "tokens in full precision next to codes"),
+        ({"codec": "kvquant4"}, "they do not decode kvquant4"),
+        ({"codec": "int4_hadamard:equalise=1"}, "rotated vectors with equalised channels"),
+        ({"codec": "int3_hadamard:equalise=1"}, "rotated vectors with equalised channels"),
+        ({"codec": "kivi4+sinks=4+residual=32"}, "tokens in full precision next to codes"),
+        ({"dtype": torch.float64}, r"no kernels for torch\.float64; use auto"),
+        ({"rotated": False}, "attention=triton needs keys stored after RoPE"),
     ],
 )
-def test_codecs_that_the_kernels_do_not_decode_are_refused(codec, reason):
-    with pytest.raises(ConfigError, match=f"attention=triton cannot run here: .*{reason}"):
-        select_backend("triton", CPU, codec=codec, **OPTIONS)
-
-
-def test_types_without_kernels_are_refused():
-    with pytest.raises(ConfigError, match=r"no kernels for torch\.float64; use auto"):
-        select_backend("triton", CPU, **OPTIONS | {"dtype": torch.float64})
-
-
-def test_keys_before_rope_are_refused():
-    with pytest.raises(ConfigError, match="attention=triton needs keys stored after RoPE"):
-        select_backend("triton", CPU, rotated=False, **OPTIONS)
+def test_pages_that_the_kernels_do_not_read_are_refused(options, reason):
+    expected = reason if "rotated" in options else f"attention=triton cannot run here: .*{reason}"
+    with pytest.raises(ConfigError, match=expected):
+        select_backend("triton", CPU, **OPTIONS | options)
 
 
 @pytest.fixture
@@ -120,44 +111,26 @@ def gpu(monkeypatch):
     return monkeypatch
 
 
-def test_auto_on_a_gpu_is_triton_with_the_reason(gpu):
-    choice = select_backend("auto", CUDA, codec="int8", **OPTIONS)
+def test_auto_on_a_gpu_is_triton_or_gathered_with_the_reason(gpu):
+    def selected(codec="int8"):
+        choice = select_backend("auto", CUDA, codec=codec, **OPTIONS)
+        return choice.backend.name, choice.reason.rpartition("; not triton: ")[2]
 
-    assert choice.backend.name == "triton"
-    assert choice.reason.endswith("attention directly from the pages on NVIDIA H100")
-
-
-def test_auto_on_a_gpu_is_gathered_for_other_codecs(gpu):
-    choice = select_backend("auto", CUDA, codec="kvquant4", **OPTIONS)
-
-    assert choice.backend.name == "gathered"
-    assert choice.reason == (
-        "runs on any device; not triton: the kernels cannot read these pages: they do not decode "
-        "kvquant4"
-    )
-
-
-def test_auto_on_a_gpu_without_triton_is_gathered(gpu):
-    gpu.setattr(select, "why_no_triton", lambda device: "Triton is not installed")
-    choice = select_backend("auto", CUDA, **OPTIONS)
-
-    assert choice.backend.name == "gathered"
-    assert choice.reason == "runs on any device; not triton: Triton is not installed"
-
-
-def test_auto_on_a_gpu_with_a_triton_that_cannot_be_imported_is_gathered(gpu):
-    gpu.setitem(sys.modules, "quire.kernels.triton.backend", None)
-    choice = select_backend("auto", CUDA, **OPTIONS)
-
-    assert choice.backend.name == "gathered"
-    assert "the kernels are not used: Triton cannot run them: " in choice.reason
-
-
-def test_auto_on_a_gpu_with_wrong_kernels_is_gathered(gpu):
+    name, reason = selected()
+    assert name == "triton"
+    assert reason.endswith("attention directly from the pages on NVIDIA H100")
+    reason = "the kernels cannot read these pages: they do not decode kvquant4"
+    assert selected("kvquant4") == ("gathered", reason)
+    with gpu.context() as patch:
+        patch.setitem(sys.modules, "quire.kernels.triton.backend", None)
+        name, reason = selected()
+        assert name == "gathered"
+        assert "the kernels are not used: Triton cannot run them: " in reason
     refused = self_test.NoTriton("the kernels are not used on NVIDIA H100: wrong copies of slots")
     gpu.setattr(self_test, "tested_hardware", lambda *args: refused)
-
-    assert select_backend("auto", CUDA, **OPTIONS).reason.endswith("wrong copies of slots")
+    assert selected() == ("gathered", refused.reason)
+    gpu.setattr(select, "why_no_triton", lambda device: "Triton is not installed")
+    assert selected() == ("gathered", "Triton is not installed")
 
 
 @pytest.mark.parametrize(
@@ -210,24 +183,17 @@ def test_kernels_that_merge_wrongly_are_not_used(monkeypatch):
     assert "wrong numbers from pages of float32" in refused.reason
 
 
-def wrong_after(backend, name, change):
-    """Change the result of a method of a backend."""
-    method = getattr(backend, name)
-    setattr(backend, name, lambda *args, **options: change(method(*args, **options)))
-    return backend
+def first_wrong(backend):
+    return self_test.first_wrong(backend, CPU, torch.float32, (16, 16))
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "reason"),
-    [
-        ("attend", lambda out: out * 1.01, "wrong numbers from pages of float32"),
-        ("attend", lambda out: out * torch.nan, "wrong numbers from pages of float32"),
-    ],
-)
-def test_wrong_kernels_are_found(name, change, reason):
-    backend = wrong_after(triton_backend(), name, change)
+@pytest.mark.parametrize("factor", [1.01, torch.nan])
+def test_wrong_kernels_of_attention_are_found(factor):
+    backend = triton_backend()
+    attend = backend.attend
+    backend.attend = lambda *args, **options: attend(*args, **options) * factor
 
-    assert self_test.first_wrong(backend, CPU, torch.float32, (16, 16)) == reason
+    assert first_wrong(backend) == "wrong numbers from pages of float32"
 
 
 @pytest.mark.parametrize("turns", [None, 2.0])
@@ -241,19 +207,17 @@ def test_wrong_rope_in_the_write_is_found(turns):
         return turns is None or right(slots, query, key, value, own, source)
 
     backend.rotate_and_write = wrong
-    assert self_test.first_wrong(backend, CPU, torch.float32, (16, 16)).startswith("wrong numbers")
+    assert first_wrong(backend).startswith("wrong numbers")
 
 
 def test_kernels_that_do_not_write_move_or_accumulate_are_found(monkeypatch):
     backend = triton_backend()
     backend.write = lambda *args: None
-    assert self_test.first_wrong(backend, CPU, torch.float32, (16, 16)) is not None
+    assert first_wrong(backend) is not None
     backend.tally = lambda *args: None
-    assert (
-        self_test.first_wrong(backend, CPU, torch.float32, (16, 16)) == "wrong statistics of slots"
-    )
+    assert first_wrong(backend) == "wrong statistics of slots"
     backend.move = lambda moves: None
-    assert self_test.first_wrong(backend, CPU, torch.float32, (16, 16)) == "wrong copies of slots"
+    assert first_wrong(backend) == "wrong copies of slots"
 
 
 @pytest.mark.parametrize(
@@ -285,3 +249,130 @@ def test_doctor_reports_why_triton_is_missing(monkeypatch):
     assert findings["attention triton"].ok
     assert findings["attention triton"].mark == "--"
     assert "Triton's kernels run on NVIDIA GPUs" in findings["attention triton"].value
+
+
+row_calls = interpreted("launch")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS = 1e-5
+
+
+SHAPES = [RowShape(320, 32, 32), RowShape(96, 80, 32), RowShape(48, 16, 8)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_results():
+    """No results of other tests."""
+    hardware._wrong_kernels.cache_clear()
+    yield
+    hardware._wrong_kernels.cache_clear()
+
+
+def rows_of(count, width, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(count, width, generator=generator) * 4).to(dtype)
+
+
+def norm_of(width, dtype):
+    norm = LlamaRMSNorm(width, EPS).to(dtype)
+    norm.weight.data = rows_of(1, width, dtype, seed=9)[0]
+    return norm
+
+
+def assert_near(found, expected):
+    """Equal up to one rounding: sums are in another order."""
+    assert found.dtype == expected.dtype
+    eps = torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found, expected, atol=eps / 4, rtol=2 * eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 48, 256, 1000])
+@torch.inference_mode()
+def test_norm_with_the_residual_sum(dtype, width):
+    (stream, delta), norm = (rows_of(3, width, dtype, n) for n in range(2)), norm_of(width, dtype)
+    summed = stream + delta
+
+    found = row_calls.normed(stream, delta, norm.weight, EPS)
+
+    assert torch.equal(stream, summed)
+    assert_near(found, norm(summed))
+
+
+@torch.inference_mode()
+def test_norm_alone_leaves_the_stream():
+    stream, norm = rows_of(3, 64, torch.float32), norm_of(64, torch.float32)
+    before = stream.clone()
+
+    assert_near(row_calls.normed(stream, None, norm.weight, EPS), norm(before))
+    assert torch.equal(stream, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 80])
+@torch.inference_mode()
+def test_norms_of_heads_leave_values(dtype, head_dim):
+    norms = norm_of(head_dim, dtype), LlamaRMSNorm(head_dim, EPS).to(dtype)
+    joint = rows_of(4, 9 * head_dim, dtype)
+    heads = joint.view(4, 9, head_dim)
+    expected = norms[0](heads[:, :5]), norms[1](heads[:, 5:7]), heads[:, 7:].clone()
+
+    row_calls.norm_query_and_key(joint, (5, 2), (norms[0].weight, norms[1].weight), EPS)
+
+    assert_near(heads[:, :5], expected[0])
+    assert_near(heads[:, 5:7], expected[1])
+    assert torch.equal(heads[:, 7:], expected[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [24, 1024, 1500])
+def test_gated_silu(dtype, width):
+    both = rows_of(3, 2 * width, dtype)
+    both[0, :3] = torch.tensor([-200.0, 200.0, 0.0])
+    gate, up = both.chunk(2, dim=1)
+
+    assert_near(row_calls.gated(both), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_right_kernels_are_used(dtype, shape):
+    assert hardware.why_no_rows(CPU, dtype, shape) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("normed", "RMSNorm"),
+        ("norm_query_and_key", "the norms of heads"),
+        ("gated", "the gated activation"),
+        ("rotate", "RoPE"),
+    ],
+)
+def test_wrong_kernels_are_not_used(monkeypatch, caplog, name, kernel):
+    right = getattr(row_calls, name)
+
+    def wrong(rows, *args):
+        out = right(rows, *args)
+        (rows if out is None else out)[0, 0] += 30
+        return out
+
+    monkeypatch.setattr(row_calls, name, wrong)
+    reason = hardware.why_no_rows(CPU, torch.bfloat16, SHAPES[0])
+    assert f"{reason}; please report it" in caplog.text
+    assert reason == f"wrong results of {kernel} on cpu"
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+def test_kernels_that_cannot_run_are_not_used(monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(self_test, "wrong_kernels", fail)
+        assert str(error)[:20] in hardware.why_no_rows(CPU, torch.float32, SHAPES[0])
+    assert hardware.why_no_rows(CPU, torch.float32, SHAPES[0]) is None
+
+
+def test_reason_without_triton(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "run on NVIDIA GPUs" in hardware.why_no_rows(CPU, torch.float32, SHAPES[0])

@@ -6,14 +6,7 @@ import pytest
 from quire.errors import ConfigError, InvariantError
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.sharing import fork
-from support.small_memory import (
-    grow,
-    keys,
-    mask,
-    one_group,
-    started,
-    used_pages,
-)
+from support.small_memory import grow, keys, mask, one_group, started, used_pages
 
 
 def unordered(num_lanes=1, **options):

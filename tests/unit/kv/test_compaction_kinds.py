@@ -12,14 +12,7 @@ from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.memory import MemoryListener
 from quire.kv.sharing import fork, reference_pages, release_reference
 from quire.layout.pages import LaneGroup
-from support.small_memory import (
-    grow,
-    keys,
-    mask,
-    plain_class,
-    started,
-    with_groups,
-)
+from support.small_memory import grow, keys, mask, plain_class, started, with_groups
 from support.statistics_rows import KV, NAMES, RING, SUMS
 from support.statistics_rows import started as row_of
 

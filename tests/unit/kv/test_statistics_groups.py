@@ -15,16 +15,7 @@ from quire.kv.swap import append_tail, can_split, split_border, swap_out
 from quire.layout.pages import CacheLayout, LaneGroup
 from support.host_bytes import HostBytes
 from support.small_memory import grow, keys, plain_class, with_groups
-from support.statistics_rows import (
-    GROUPS,
-    KV,
-    NAMES,
-    RING,
-    SUMS,
-    WINDOW,
-    expected,
-    started,
-)
+from support.statistics_rows import GROUPS, KV, NAMES, RING, SUMS, WINDOW, expected, started
 
 
 @pytest.fixture
@@ -130,10 +121,7 @@ def test_tail_is_not_appended_to_a_head_with_other_statistics():
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
-    [
-        ("kv.sums", -1, "slot counts differ from group 'kv'"),
-        ("kv.ring", 1, "expected 3 records"),
-    ],
+    [("kv.sums", -1, "slot counts differ from group 'kv'"), ("kv.ring", 1, "expected 3 records")],
 )
 def test_check_detects_wrong_record_counts(name, change, message):
     memory = with_groups(*GROUPS)

@@ -41,12 +41,7 @@ def make_layout(page_tokens: int, dtype: str) -> CacheLayout:
     return CacheLayout(
         (
             LaneGroup(name="full", page_class=pages(0), layers=(0, 2), ordered=False),
-            LaneGroup(
-                name="window",
-                page_class=pages(1, positions=False),
-                layers=(1,),
-                window=5,
-            ),
+            LaneGroup(name="window", page_class=pages(1, positions=False), layers=(1,), window=5),
             LaneGroup(
                 name="ragged",
                 page_class=pages(3, lanes=2),

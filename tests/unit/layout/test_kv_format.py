@@ -157,10 +157,7 @@ def test_full_precision_group_has_the_lanes_and_heads_of_its_group(heads_apart):
     full, exact = layout.groups[:2]
 
     assert exact.of == full.name == "full"
-    assert (exact.num_lanes, exact.page_class.heads) == (
-        full.num_lanes,
-        full.page_class.heads,
-    )
+    assert (exact.num_lanes, exact.page_class.heads) == (full.num_lanes, full.page_class.heads)
     _, fixed_bytes = page_and_fixed_bytes(layout)
     assert layout.groups[-1].name == "window_64.full_precision"
     assert fixed_bytes == exact.num_lanes * exact.page_class.page_bytes
@@ -179,15 +176,8 @@ def test_promoted_tokens_use_one_page_per_evicting_lane(heads_apart):
     [group] = [group for group in layout.groups if group.promoted is not None]
     full, exact = layout.groups[:2]
 
-    assert (group.name, group.of, group.records) == (
-        "full.promoted",
-        "full",
-        7,
-    )
-    assert (group.num_lanes, group.page_class.heads) == (
-        full.num_lanes,
-        full.page_class.heads,
-    )
+    assert (group.name, group.of, group.records) == ("full.promoted", "full", 7)
+    assert (group.num_lanes, group.page_class.heads) == (full.num_lanes, full.page_class.heads)
     heads, head_dim = group.page_class.heads, MODEL.head_dim
     record_bytes = 2 * heads * (head_dim + 2) + 4
     assert 7 * record_bytes <= group.page_class.page_bytes <= 7 * record_bytes + 64

@@ -16,14 +16,7 @@ from quire.policies.base import LANE, LAYER, EvictionPolicy, ScorePolicy
 from quire.policies.eviction import make_eviction
 from quire.policies.registry import policy_of, registered
 from quire.policies.view import KVView
-from support.histories import (
-    History,
-    Slots,
-    changed,
-    make_history,
-    retained_positions,
-    scale_of,
-)
+from support.histories import History, Slots, changed, make_history, retained_positions, scale_of
 
 PIECE = 4
 NAMES = sorted(registered())

@@ -132,10 +132,7 @@ def test_squeeze_does_not_shrink_protected_tokens() -> None:
 
     assert Squeeze(share=0.5, groups=2).finalize(
         view, ByAttention(), shape_of(100, 2, least=21)
-    ) == (
-        140,
-        60,
-    )
+    ) == (140, 60)
 
 
 def test_equal_cosines_give_equal_caps() -> None:
@@ -284,11 +281,7 @@ def test_fastgen_selects_the_smallest_cap_that_recovers_attention() -> None:
     with one more 70, with three more 95. Head 2: all have the same 10, so six have 60.
     """
     received = torch.tensor(
-        [
-            [60.0, 1, 1, 1, 1, 1, 0, 0, 20, 15],
-            [20.0, 30, 20, 5, 1, 1, 1, 2, 10, 10],
-            [10.0] * 10,
-        ]
+        [[60.0, 1, 1, 1, 1, 1, 0, 0, 20, 15], [20.0, 30, 20, 5, 1, 1, 1, 2, 10, 10], [10.0] * 10]
     )
     view = KVView(
         torch.arange(10).expand(3, 10),
@@ -323,10 +316,7 @@ def test_fastgen_measures_heads_of_unequal_length_on_their_own_slots() -> None:
     positions = torch.tensor([list(range(10)), [0, 7, 8, 9, *[-1] * 6]])
     received = torch.tensor([[10.0] * 10, [5.0, 5, 5, 5, *[0.0] * 6]])
     view = KVView(
-        positions,
-        next_position=10,
-        heads_per_layer=2,
-        statistics={AttentionSum().name: received},
+        positions, next_position=10, heads_per_layer=2, statistics={AttentionSum().name: received}
     )
     shape = shape_of(6, 1, heads=2, least=4, bounded=True)
 

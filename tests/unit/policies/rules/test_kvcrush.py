@@ -35,11 +35,7 @@ from support.plain_kvcrush import (
     plain_kvcrush,
 )
 
-BASES = [
-    H2O(recent=4, sinks=2),
-    H2O(power=2),
-    SnapKV(window=4),
-]
+BASES = [H2O(recent=4, sinks=2), H2O(power=2), SnapKV(window=4)]
 BASE = BASES[0]
 PLAIN_ANCHORS = [anchors.RANDOM, anchors.ALTERNATING, anchors.MEAN, anchors.ZEROS, anchors.ONES]
 
@@ -384,11 +380,7 @@ class Twos:
         ),
         ("kvcrush:cap=99,share=0,every=9,base=(h2o:recent=90)", ConfigError, "raise cap or lower"),
         ("value_norm:cap=99,every=9,base=kvcrush", ConfigError, "nest value_norm inside"),
-        (
-            "kvcrush:cap=99,base=(h2o:cap=9,every=3)",
-            ConfigError,
-            "cap, every of .* after the",
-        ),
+        ("kvcrush:cap=99,base=(h2o:cap=9,every=3)", ConfigError, "cap, every of .* after the"),
         ("kmeans:cap=99,every=9,rounds=1001", ConfigError, "rounds from 1 to 1000"),
         ("kmeans:cap=99,every=9,on=values", UnknownName, "signatures"),
         (

@@ -21,14 +21,7 @@ from quire.policies.registry import policy_of, registered
 from quire.policies.tova import TOVA
 from quire.policies.view import KVView
 from quire.policies.windows import pool, reduce_group
-from support.histories import (
-    Rotations,
-    Slots,
-    changed,
-    keep_of,
-    make_history,
-    retained_positions,
-)
+from support.histories import Rotations, Slots, changed, keep_of, make_history, retained_positions
 
 SCORING = sorted(name for name, rule in registered().items() if issubclass(rule, ScorePolicy))
 
