@@ -76,6 +76,9 @@ class Refusing(GatheredAttention):
     def move(self, moves):
         raise AssertionError("a move fell back to torch")
 
+    def tally(self, statistic, rows, column_sums):
+        raise AssertionError("statistics fell back to torch")
+
 
 def triton_backend(gathered=None, *, multiprocessors=2):
     """The backend with a number of multiprocessors, which decides on splits."""

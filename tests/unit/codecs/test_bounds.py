@@ -6,10 +6,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from torch import Tensor
 
 from quire.codecs.affine import LARGEST, half_above, half_below, unpack
-from quire.codecs.base import Codec
 from quire.codecs.hadamard import rotate
 from quire.codecs.outliers import largest
 from quire.codecs.registry import make_codec
@@ -24,21 +22,20 @@ _unit = st.floats(-1, 1, width=32)
 
 
 @st.composite
-def vectors(draw: st.DrawFn) -> Tensor:
+def vectors(draw):
     """[head, token, head_dim] around an offset; the range may be small relative to the offset."""
     spread, offset = draw(_sizes), draw(_sizes) * draw(st.sampled_from((-1, 0, 1)))
     numbers = draw(arrays(np.float32, (2, TOKENS, HEAD_DIM), elements=_unit))
-    return torch.from_numpy(numbers * np.float32(spread) + np.float32(offset)).clamp(
-        -LARGEST, LARGEST
-    )
+    found = torch.from_numpy(numbers * np.float32(spread) + np.float32(offset))
+    return found.clamp(-LARGEST, LARGEST)
 
 
-def slack(numbers: Tensor) -> Tensor:
+def slack(numbers):
     """Error bound of the float32 arithmetic."""
     return numbers.abs().amax(dim=-1, keepdim=True) * ROUNDING + UNDERFLOW
 
 
-def by_channel(scales: Tensor) -> Tensor:
+def by_channel(scales):
     return scales.float().repeat_interleave(HEAD_DIM // scales.shape[-1], dim=-1)
 
 
@@ -49,7 +46,6 @@ AFFINE = ("int4", "int4:group=4", "int3", "int3:group=8", "int2", "int2:group=16
 @given(numbers=vectors())
 def test_group_codec_error_is_at_max_half_a_scale(name, numbers):
     codec = make_codec(codec_spec(name), HEAD_DIM)
-
     planes = codec.encode(numbers)
 
     error = (codec.decode(planes) - numbers).abs()
@@ -62,9 +58,8 @@ def test_int8_error_is_at_max_half_a_scale(numbers):
 
     codes, scales = codec.encode(numbers)
 
-    assert (
-        (codec.decode((codes, scales)) - numbers).abs() <= scales.float() / 2 + slack(numbers)
-    ).all()
+    error = (codec.decode((codes, scales)) - numbers).abs()
+    assert (error <= scales.float() / 2 + slack(numbers)).all()
     largest_possible = numbers.abs().amax(dim=-1, keepdim=True) / 127
     assert (scales.float() <= largest_possible * (1 + 2**-10) + 2**-24).all()
 
@@ -76,16 +71,14 @@ def test_fp8_has_four_significant_bits(numbers):
     planes = codec.encode(numbers)
 
     error = (codec.decode(planes) - numbers).abs()
-    assert (
-        error <= torch.maximum(numbers.abs() / 16, planes[1].float() / 1024) + slack(numbers)
-    ).all()
+    bound = torch.maximum(numbers.abs() / 16, planes[1].float() / 1024)
+    assert (error <= bound + slack(numbers)).all()
 
 
 @pytest.mark.parametrize("name", ["int4_page", "int2_page"])
 @given(numbers=vectors())
 def test_page_codec_error_is_at_max_half_a_channel_scale(name, numbers):
     codec = make_codec(codec_spec(name), HEAD_DIM)
-
     planes = codec.encode(numbers)
 
     error = (codec.decode(planes) - numbers).abs()
@@ -108,14 +101,14 @@ def test_outliers_are_float16_and_excluded_from_the_scales(numbers, percent):
     assert_scales_exclude_outliers(numbers, outliers, scales)
 
 
-def assert_largest_are_outliers(numbers: Tensor, outliers: Tensor) -> None:
+def assert_largest_are_outliers(numbers, outliers):
     sizes = numbers.abs()
     smallest_outlier = sizes.masked_fill(~outliers, torch.inf).amin(dim=-1)
     largest_other = sizes.masked_fill(outliers, -torch.inf).amax(dim=-1)
     assert (smallest_outlier >= largest_other).all()
 
 
-def assert_scales_exclude_outliers(numbers: Tensor, outliers: Tensor, scales: Tensor) -> None:
+def assert_scales_exclude_outliers(numbers, outliers, scales):
     groups, excluded = (x.unflatten(-1, (-1, 8)) for x in (numbers, outliers))
     low = groups.masked_fill(excluded, torch.inf).amin(dim=-1)
     high = groups.masked_fill(excluded, -torch.inf).amax(dim=-1)
@@ -128,13 +121,11 @@ def assert_scales_exclude_outliers(numbers: Tensor, outliers: Tensor, scales: Te
 def test_hadamard_codec_preserves_the_norm_and_bounds_the_error(name, numbers):
     numbers = numbers / 4  # a rotated vector of the largest numbers would be beyond float16
     codec = make_codec(codec_spec(name), HEAD_DIM)
-
     planes = codec.encode(numbers)
 
     decoded, length = codec.decode(planes), numbers.norm(dim=-1)
-    half = (
-        2**-10 * (length + decoded.norm(dim=-1)) + 2**-24 * 16 * HEAD_DIM
-    )  # float16 scales and zeros
+    # float16 scales and zeros
+    half = 2**-10 * (length + decoded.norm(dim=-1)) + 2**-24 * 16 * HEAD_DIM
     found = (decoded - numbers).norm(dim=-1)
     assert ((decoded.norm(dim=-1) - length).abs() <= HEAD_DIM * half)[length > 1e-3].all()
     scale = planes[1].float().amax(dim=-1)
@@ -207,18 +198,12 @@ def test_half_below_and_half_above_are_neighbouring_float16_values(number):
     below, above = half_below(given_number), half_above(given_number)
 
     assert below.float() <= given_number <= above.float()
-    exact = given_number.half().float() == given_number
-    assert (
-        (below == above)
-        if exact
-        else (below.view(torch.int16) - above.view(torch.int16)).abs() in (1, 2**15 - 1)
-    )
+    apart = (below.view(torch.int16) - above.view(torch.int16)).abs()
+    is_exact = bool(given_number.half().float() == given_number)
+    assert below == above if is_exact else apart in (1, 2**15 - 1)
 
 
-# ---- values computed by hand ---------------------------------------------------------------------
-
-
-def int4_of(numbers: list[float]) -> tuple[Codec, tuple[Tensor, ...]]:
+def int4_of(numbers):
     codec = make_codec(codec_spec(f"int4:group={len(numbers)}"), len(numbers))
     return codec, codec.encode(torch.tensor([numbers]))
 
@@ -240,8 +225,7 @@ def test_constant_group_has_scale_0_and_codes_0():
 
 
 def test_inexact_zero_is_rounded_down_and_its_scale_up():
-    """1000.1 is between 1000 and 1000.5; rounding the zero to the nearest could exceed the smallest
-    element."""
+    """1000.1 is between 1000 and 1000.5; to the nearest the zero could exceed an element."""
     _, (_, scales, zeros) = int4_of([1000.4, 1000.45])
 
     assert zeros.item() == 1000.0

@@ -1,13 +1,11 @@
-"""Properties of every registered codec: shapes, bytes, finite outputs, independence of vectors.
-
-A vector (or a page, for codecs of whole pages) is encoded independently of the other vectors.
-Bounds of errors are in test_bounds.py.
-"""
+"""Properties of every codec: shapes, bytes, finite outputs, independent vectors, packed codes."""
 
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given
+from hypothesis import strategies as st
 
+from quire.codecs.affine import pack, unpack
 from quire.codecs.base import DTYPES, Codec
 from quire.codecs.registry import make_codec, register, registered
 from quire.errors import ConfigError
@@ -23,14 +21,14 @@ every_codec = pytest.mark.parametrize("name", sorted(CODECS))
 every_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
 
 
-def vectors_of(*shape: int, seed: int = 0) -> Tensor:
+def vectors_of(*shape, seed=0):
     """Random vectors with one channel that is large in all of them, as in keys."""
     vectors = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
     vectors[..., shape[-1] // 3] *= 8
     return vectors
 
 
-def codec_of(name: str, head_dim: int) -> Codec:
+def codec_of(name, head_dim):
     codec = make_codec(codec_spec(name), head_dim)
     return codec.calibrated(vectors_of(HEADS, 200, head_dim, seed=9))
 
@@ -78,7 +76,7 @@ def test_outlier_codecs_reduce_the_error_of_a_large_channel(better):
 
 @every_codec
 @every_head_dim
-def test_encoding_of_a_vector_is_independent_of_other_vectors(name, head_dim):
+def test_a_vector_is_encoded_and_decoded_independently_of_others(name, head_dim):
     codec, vectors = codec_of(name, head_dim), vectors_of(4, HEADS, TOKENS, head_dim)
     tokens = slice(None) if codec.spec.per_page else slice(5, 6)
 
@@ -87,18 +85,14 @@ def test_encoding_of_a_vector_is_independent_of_other_vectors(name, head_dim):
 
     for batched, alone in zip(together, single, strict=True):
         assert torch.equal(batched[2:3, :, tokens if batched.shape[2] > 1 else slice(None)], alone)
-
-
-@every_codec
-@every_head_dim
-def test_decoding_of_a_vector_is_independent_of_other_vectors(name, head_dim):
-    codec = codec_of(name, head_dim)
-    planes = codec.encode(vectors_of(4, HEADS, TOKENS, head_dim))
-    tokens = slice(None) if codec.spec.per_page else slice(5, 6)
-
-    alone = codec.decode([plane[1:2, :, tokens].contiguous() for plane in planes])
-
-    assert torch.equal(codec.decode(planes)[1:2, :, tokens], alone)
+    decoded = codec.decode([plane[1:2, :, tokens].contiguous() for plane in together])
+    assert torch.equal(codec.decode(together)[1:2, :, tokens], decoded)
+    # the arithmetic is in float32 for every model dtype
+    half = vectors[:1].bfloat16()
+    assert all(map(torch.equal, codec.encode(half), codec.encode(half.float())))
+    if not codec.spec.per_page:  # a page has tokens
+        empty = codec.decode(codec.encode(vectors[:, :, :0]))
+        assert empty.shape == (4, HEADS, 0, head_dim)
 
 
 @every_codec
@@ -149,43 +143,17 @@ def test_nan_is_confined_to_its_vector(name):
     assert torch.equal(decoded[~touched], clean[~touched])
 
 
-@every_codec
-def test_empty_input_is_encoded(name):
-    codec = codec_of(name, 64)
-    if codec.spec.per_page:
-        pytest.skip("a page has tokens")
-
-    decoded = codec.decode(codec.encode(torch.empty(2, HEADS, 0, 64)))
-
-    assert decoded.shape == (2, HEADS, 0, 64)
-
-
-@every_codec
-def test_half_precision_vectors_encode_like_float32(name):
-    """The arithmetic is in float32 for every model dtype."""
-    codec, vectors = codec_of(name, 64), vectors_of(1, HEADS, TOKENS, 64).bfloat16()
-
-    for given, widened in zip(codec.encode(vectors), codec.encode(vectors.float()), strict=True):
-        assert torch.equal(given, widened)
-
-
 @pytest.mark.parametrize("name", [name for name, spec in CODECS.items() if spec.constants])
 def test_uncalibrated_codec_names_the_missing_constant(name):
     with pytest.raises(ConfigError, match=r"needs the constant '\w+', measured for each layer"):
         make_codec(CODECS[name], 64).encode(vectors_of(HEADS, 2, 64))
 
 
-def test_codec_without_a_spec_cannot_be_registered():
+def test_codec_without_a_spec_or_of_another_name_cannot_be_registered():
     with pytest.raises(ConfigError, match=r"'int5' is not in quire\.layout\.codec_names"):
         register("int5")(registered()["int8"])
-
-
-def test_duplicate_codec_name_cannot_be_registered():
-    class Other(Codec):
-        pass
-
     with pytest.raises(ConfigError, match="two codecs are called 'int8'"):
-        register("int8")(Other)
+        register("int8")(type("Other", (Codec,), {}))
 
 
 def test_fp8_reports_missing_torch_support(monkeypatch):
@@ -195,3 +163,101 @@ def test_fp8_reports_missing_torch_support(monkeypatch):
     monkeypatch.delattr(torch, "float8_e4m3fn")
 
     assert registered()["fp8"].why_not(cpu) == "this build of torch has no float8_e4m3fn"
+
+
+KEY_HEADS, KEY_TOKENS, KEY_DIM = 2, 64, 32
+
+
+def keys(seed):
+    """Two channels that are large in all tokens, and one that is always zero."""
+    keys_ = torch.randn(
+        KEY_HEADS, KEY_TOKENS, KEY_DIM, generator=torch.Generator().manual_seed(seed)
+    )
+    keys_[..., 3] *= 20
+    keys_[..., 17] *= 10
+    keys_[..., 5] = 0
+    return keys_
+
+
+@pytest.mark.parametrize(
+    "name", ["int8", "int4", "int3", "int4_outliers:percent=3", "int4_hadamard"]
+)
+def test_equalised_codec_divides_before_and_multiplies_after_the_inner_codec(name):
+    plain, both = (codec_spec(f"{name}{more}") for more in ("", _with(name)))
+    codec = make_codec(both, KEY_DIM).calibrated(keys(0))
+    inner, scale, vectors = make_codec(plain, KEY_DIM), codec.constant("equal"), keys(1)
+
+    planes = codec.encode(vectors)
+
+    for actual, expected in zip(planes, inner.encode(vectors / scale), strict=True):
+        assert torch.equal(actual, expected)
+    assert torch.equal(codec.decode(planes), inner.decode(planes) * scale)
+    assert both.vector_bytes(KEY_DIM, 16) == plain.vector_bytes(KEY_DIM, 16)
+
+
+def _with(name):
+    return ",equalise=1" if ":" in name else ":equalise=1"
+
+
+def test_equalising_scales_are_square_roots_with_geometric_mean_one():
+    codec = make_codec(codec_spec("int4:equalise=1"), KEY_DIM).calibrated(keys(0))
+    scale, largest = codec.constant("equal"), keys(0).abs().amax(dim=1)
+
+    assert scale.shape == (KEY_HEADS, 1, KEY_DIM)
+    torch.testing.assert_close(
+        scale.log().mean(dim=-1), torch.zeros(KEY_HEADS, 1), atol=1e-5, rtol=0
+    )
+    ratio = (scale[:, 0, 3] / scale[:, 0, 0]) ** 2
+    torch.testing.assert_close(ratio, largest[:, 3] / largest[:, 0])
+
+
+@pytest.mark.parametrize("name", ["int4", "int3", "int8"])
+def test_equalising_reduces_the_error_of_query_key_products(name):
+    """Query-key products: random queries, keys with large channels."""
+    vectors, draw = keys(1), torch.Generator().manual_seed(2)
+    query = torch.randn(KEY_HEADS, 40, KEY_DIM, generator=draw)
+    errors = {}
+    for text in (name, f"{name}:equalise=1"):
+        codec = make_codec(codec_spec(text), KEY_DIM).calibrated(keys(0))
+        decoded = codec.decode(codec.encode(vectors))
+        errors[text] = float((query @ (decoded - vectors).transpose(1, 2)).norm())
+
+    assert errors[f"{name}:equalise=1"] < 0.8 * errors[name]
+
+
+def test_each_head_has_its_own_scales():
+    keys_ = keys(0)
+    keys_[1] *= torch.linspace(1, 9, KEY_DIM)
+    codec = make_codec(codec_spec("int4:equalise=1"), KEY_DIM).calibrated(keys_)
+    heads = torch.tensor([[1], [0], [1]])  # three lanes of one head
+
+    of_lanes = codec.of_heads(heads)
+    swapped = keys_[[1, 0, 1]][:, None]  # [lane, head, token, head_dim]
+
+    decoded = of_lanes.decode(of_lanes.encode(swapped))
+    assert torch.equal(decoded[:, 0], codec.decode(codec.encode(keys_))[[1, 0, 1]])
+
+
+@given(bits=st.sampled_from((2, 3, 4, 8)), num_groups=st.integers(1, 20), seed=st.integers(0, 99))
+def test_unpack_inverts_pack(bits, num_groups, seed):
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(1 << bits, (2, 3, 8 * num_groups), generator=generator).to(torch.uint8)
+
+    packed = pack(codes, bits)
+
+    assert packed.shape == (2, 3, bits * num_groups)
+    assert packed.dtype == torch.uint8
+    assert torch.equal(unpack(packed, bits), codes)
+
+
+@pytest.mark.parametrize(
+    ("bits", "codes", "packed"),
+    [
+        (4, [1, 2, 3, 4], [1 | 3 << 4, 2 | 4 << 4]),
+        (2, [0, 1, 2, 3, 3, 2, 1, 0], [0 | 2 << 2 | 3 << 4 | 1 << 6, 1 | 3 << 2 | 2 << 4 | 0]),
+        # low bits 1 2 3 0 1 2 3 0 in pairs of (i, i + 2, i + 4, i + 6), then high bits 0 to 7
+        (3, [1, 2, 3, 4, 5, 6, 7, 0], [1 | 3 << 2 | 1 << 4 | 3 << 6, 2 | 2 << 4, 0b01111000]),
+    ],
+)
+def test_packed_bytes_have_the_documented_layout(bits, codes, packed):
+    assert pack(torch.tensor(codes, dtype=torch.uint8), bits).tolist() == packed

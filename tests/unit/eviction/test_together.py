@@ -1,4 +1,4 @@
-"""Evictions of several requests in one pass: the same tokens as one by one, and on any device."""
+"""Evictions: several requests in one pass, on a device, of all ranks; without pages; promotion."""
 
 from collections import Counter
 from dataclasses import replace
@@ -8,25 +8,31 @@ import pytest
 import torch
 
 from quire.config.generation_request import GenerationRequest
+from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
+from quire.errors import OutOfPages, PolicyError
+from quire.eviction.decisions import AllHeads
 from quire.eviction.eviction import PolicyEvictor
+from quire.eviction.promotion import leaving_window
 from quire.kernels import device_copies
 from quire.kv.lane_reader import LaneReader, SlotOrder, slot_moves
+from quire.kv.sharing import fork
+from quire.layout.eviction import DECODE, PREFILL_END, EvictionSpec
+from quire.layout.statistics import AttentionSum
+from quire.layout.token_precision import FullPrecisionTokens
+from quire.models.base import attention_math
 from quire.policies.base import LAYER
+from quire.policies.eviction import Eviction
 from quire.policies.recent import Recent
 from quire.policies.registry import registered
+from quire.policies.view import KVView
 from support import engines
 from support.kv_options import kv_config
+from support.ranks import on_ranks
 
-OPTIONS = {
-    "criticalkv": "base=(snapkv:window=3)",
-    "kvcrush_openvino": "granularity=page",
-    "lagkv": "sinks=1,lag=2",
-    "snapkv": "window=3",
-    "rkv": "window=3",
-    "roco": "recent=2",
-}
+OPTIONS = dict.fromkeys(("snapkv", "rkv"), "window=3") | {"roco": "recent=2"}
+OPTIONS |= {"criticalkv": "base=(snapkv:window=3)", "lagkv": "sinks=1,lag=2"}
 NAMES = sorted(set(registered()) - {"streaming", "kvcrush_openvino", "threshold", "kvzip"})
 """Without rules that need keys before RoPE, evict whole pages or layer by layer, or retain less."""
 ALONE, TOGETHER, ON_DEVICE = "alone", "together", "on a device"
@@ -96,30 +102,16 @@ def test_requests_retain_the_same_tokens_together_alone_and_on_a_device(name, mo
 
 PER_ENGINE = 50
 """Cases with the same pages, whose contents are replaced."""
-RANDOM_CASES = {
-    "recent": "recent:sinks=2",
-    "sinks": "sinks:sinks=1",
-    "h2o": "h2o:sinks=1",
-    "average": "average:recent=2",
-    "tova": "tova:",
-    "snapkv": "snapkv:window=2,kernel=3",
-    "keydiff": "keydiff:recent=1",
-    "knorm": "knorm:",
-    "value_norm": "value_norm:base=h2o",
-    "criticalkv": "criticalkv:base=h2o",
-    "random": "random:sinks=1",
-    "kvcrush": "kvcrush:",
-    "lagkv": "lagkv:sinks=1,lag=2",
-}
+RANDOM_CASES = ["recent:sinks=2", "sinks:sinks=1", "h2o:sinks=1", "average:recent=2", "tova:"]
+RANDOM_CASES += ["snapkv:window=2,kernel=3", "keydiff:recent=1", "knorm:", "value_norm:base=h2o"]
+RANDOM_CASES += ["criticalkv:base=h2o", "random:sinks=1", "kvcrush:", "lagkv:sinks=1,lag=2"]
 
 
 def filled_rows(text, rng):
     """An engine with rows of equally many tokens, and its evictor."""
-    model = engines.load("llama")
-    cap = "cap=64,every=8"
-    evict = f"{text}{'' if text.endswith(':') else ','}{cap}"
-    pages = int(rng.choice([1, 4, 16]))
-    engine = Engine(model, kv_config(memory="4MiB", page_tokens=pages, evict=evict))
+    evict = f"{text}{'' if text.endswith(':') else ','}cap=64,every=8"
+    config = kv_config(memory="4MiB", page_tokens=int(rng.choice([1, 4, 16])), evict=evict)
+    engine = Engine(engines.load("llama"), config)
     tokens = int(rng.integers(8, 40))
     options = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
     for index in range(int(rng.integers(1, 4))):
@@ -160,12 +152,12 @@ def fill_pages(kv, rows, rng):
 
 
 @pytest.mark.parametrize("cases", [60, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", RANDOM_CASES)
-def test_kernels_retain_the_slots_of_the_rule_in_random_cases(name, cases):
-    rng = np.random.default_rng([cases, sorted(RANDOM_CASES).index(name)])
+@pytest.mark.parametrize("text", RANDOM_CASES)
+def test_kernels_retain_the_slots_of_the_rule_in_random_cases(text, cases):
+    rng = np.random.default_rng([cases, sorted(RANDOM_CASES).index(text)])
     for case in range(cases):
         if case % PER_ENGINE == 0:
-            engine, evictor = filled_rows(RANDOM_CASES[name], rng)
+            engine, evictor = filled_rows(text, rng)
             requests, kv = list(engine.scheduler.running), engine.pool.kv
             rows = [request.memory.row for request in requests]
             least = requests[0].eviction.selection.policy.min_cap
@@ -179,9 +171,8 @@ def test_kernels_retain_the_slots_of_the_rule_in_random_cases(name, cases):
 
         assert found is not None, "the C extension selects slots"
         gone, evicted = found.gone, found.evicted.numpy()[:, 2:]
-        assert evicted[np.arange(evicted.shape[1]) < gone[:, None]].tolist() == (
-            expected.evicted.tolist()
-        )
+        evicted = evicted[np.arange(evicted.shape[1]) < gone[:, None]]
+        assert evicted.tolist() == expected.evicted.tolist()
         moves, (lane, target) = found.moves.moves, found.targets()
         used = np.arange(moves.shape[2]) < found.evicted[:, 1:2].numpy()
         sources = moves[:, 0].numpy()[used]
@@ -213,16 +204,21 @@ def test_codecs_retain_the_same_tokens_together_and_alone(codec, monkeypatch):
     assert device[:2] == alone[:2]
 
 
-def test_rule_that_breaks_its_contract_on_a_device_ends_only_its_requests(monkeypatch):
+def engine_with_wrong_scores(monkeypatch):
+    """An engine on a device, the rule `recent` breaks its contract; and options of requests."""
     on_device(monkeypatch)
     config = kv_config(memory="2MiB", page_tokens=4, evict=text_of("h2o"), evict_allow="all")
-    engine = Engine(engines.load("llama"), config)
+    score = Recent.score
+    monkeypatch.setattr(Recent, "score", lambda self, view: score(self, view) * float("nan"))
     options = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    return Engine(engines.load("llama"), config), options
+
+
+def test_rule_that_breaks_its_contract_on_a_device_ends_only_its_requests(monkeypatch):
+    engine, options = engine_with_wrong_scores(monkeypatch)
     for name in ("recent", "h2o"):
         request = GenerationRequest(list(range(3, 15)), options, request_id=name)
         engine.submit(replace(request, evict=text_of(name)))
-    score = Recent.score
-    monkeypatch.setattr(Recent, "score", lambda self, view: score(self, view) * float("nan"))
     last = {}
     while engine.has_work:
         last |= {delta.request_id: delta for delta in engine.step()}
@@ -260,22 +256,15 @@ def test_order_and_moves_on_a_device_equal_those_on_a_cpu(seed, monkeypatch):
     assert order.slot[torch.from_numpy(live)].equal(device.slot[torch.from_numpy(live)])
     for lane in range(lanes):
         assert after[lane, : kept[lane]].equal(also[lane, : kept[lane]])
-        assert set(after[lane, : kept[lane]].tolist()) == set(
-            (lane * slots + np.flatnonzero(keep[lane])).tolist()
-        )
+        wanted = (lane * slots + np.flatnonzero(keep[lane])).tolist()
+        assert sorted(after[lane, : kept[lane]].tolist()) == wanted
 
 
 def test_breach_found_while_prompts_are_planned_ends_no_request_of_the_step(monkeypatch):
     """Each chunk asks whether its request evicts, after decoding rows of the step have evicted."""
-    on_device(monkeypatch)
-    config = kv_config(memory="2MiB", page_tokens=4, evict=text_of("h2o"), evict_allow="all")
-    engine = Engine(engines.load("llama"), config)
-    options = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-    score = Recent.score
-    monkeypatch.setattr(Recent, "score", lambda self, view: score(self, view) * float("nan"))
-    engine.submit(
-        GenerationRequest(list(range(3, 15)), options, request_id="recent", evict=text_of("recent"))
-    )
+    engine, options = engine_with_wrong_scores(monkeypatch)
+    own = {"request_id": "recent", "evict": text_of("recent")}
+    engine.submit(GenerationRequest(list(range(3, 15)), options, **own))
     last = {}
     for step in range(60):
         if step in (2, 3, 4):  # chunks of these prompts are in the steps in which `recent` evicts
@@ -287,3 +276,129 @@ def test_breach_found_while_prompts_are_planned_ends_no_request_of_the_step(monk
     assert "broke its contract" in last.pop("recent").error
     assert {delta.finish_reason for delta in last.values()} == {"length"}
     engine.check()
+
+
+LAYERS, HEADS, SLOTS, DIM = 3, 4, 5, 2
+LANES = LAYERS * HEADS
+
+
+class Vectors:
+    """Keys and values of some lanes."""
+
+    def __init__(self, lanes):
+        self._lanes = lanes
+
+    def keys(self):
+        return self._lanes[:, None, None].expand(-1, SLOTS, DIM).float()
+
+    def values(self):
+        return -self.keys()
+
+
+def own_lanes(rank, size):
+    """Numbers of a rank's lanes among those of all ranks."""
+    heads = HEADS // size
+    first = rank * heads
+    return torch.arange(LANES).view(LAYERS, HEADS)[:, first : first + heads].flatten()
+
+
+def view_of(lanes, heads):
+    positions = torch.arange(SLOTS).expand(len(lanes), -1) + lanes[:, None]
+    more = {"heads_per_layer": heads, "layers": tuple(range(LAYERS)), "slots": Vectors(lanes)}
+    statistics = {"attention_sum.mean": lanes[:, None].expand(-1, SLOTS).float()}
+    return KVView(positions, SLOTS, statistics=statistics, **more)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_view_is_that_of_one_rank(size):
+    expected = view_of(torch.arange(LANES), HEADS)
+
+    def seen(group):
+        own = view_of(own_lanes(group.rank, size), HEADS // size)
+        view = AllHeads(group, LAYERS).view(own)
+        assert torch.equal(view.keys, expected.keys)
+        assert torch.equal(view.values, expected.values)
+        return view
+
+    for view in on_ranks(size, seen):
+        assert view.heads_per_layer == HEADS
+        assert torch.equal(view.positions, expected.positions)
+        assert torch.equal(view.statistic(AttentionSum()), expected.statistic(AttentionSum()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_each_rank_gets_its_part_of_a_decision(size):
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(LANES, SLOTS, generator=generator).argsort(dim=1) < 3
+
+    def part(group):
+        found = AllHeads(group, LAYERS).own_part(mask)
+        assert torch.equal(found, mask[own_lanes(group.rank, size)])
+
+    on_ranks(size, part)
+
+
+def test_unequal_ranks_are_refused():
+    mask = torch.ones(LANES, SLOTS, dtype=torch.bool)
+    mask[HEADS - 1, 0] = False  # a head of the last rank
+
+    def part(group):
+        with pytest.raises(PolicyError, match="different numbers of tokens"):
+            AllHeads(group, LAYERS).own_part(mask)
+
+    on_ranks(2, part)
+
+
+CRUSHED = "kvcrush:cap=16,every=4,base=(h2o:recent=4),share=0.5"
+
+
+def test_nothing_is_written_if_slots_cannot_be_moved(monkeypatch):
+    engine = Engine(engines.load("llama"), KVConfig(memory="2MiB", page_tokens=4, evict=CRUSHED))
+    memory, kv = engine.pool.kv.memory, engine.pool.kv
+    decoder = engine.model.decoder
+    math = attention_math(decoder)
+    evictor = PolicyEvictor(kv, engine.pool.rules, 1 << 20, math, decoder.rotations)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    engine.submit(GenerationRequest(list(range(3, 15)), params))
+    engine.step()
+    [request] = engine.scheduler.running
+    num_slots = memory.tables["full"].num_slots[request.memory.row].astype(np.int64)
+    twin = fork(memory, request.memory.row)
+    before = kv.store.arena.clone()
+    monkeypatch.setattr(memory, "fits", lambda pages: not sum(pages.values()))
+
+    with pytest.raises(OutOfPages):
+        evictor.evict(request, num_slots - 2)
+
+    assert kv.store.arena.equal(before)
+    monkeypatch.undo()
+    memory.release([twin])
+    engine.check()
+
+
+POSITIONS = np.array([[*range(20), -1]], dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    ("window", "when", "every", "piece_tokens", "expected"),
+    [
+        ((0, 8), DECODE, 3, 1, range(12, 15)),  # at 23 tokens 15 is the oldest in the window
+        ((0, 8), DECODE, 8, 1, range(12, 20)),
+        ((0, 8), DECODE, 3, 4, range(12, 18)),  # three more may leave
+        ((0, 8), PREFILL_END, 3, 1, range(12, 20)),  # there is no next eviction
+        ((6, 17), DECODE, 5, 1, range(6, 8)),  # from 3 on, except sinks
+        ((6, 30), DECODE, 5, 1, range(0)),  # the window starts before the first token
+        ((6, 30), PREFILL_END, 5, 1, range(6, 20)),
+    ],
+)
+def test_leaving_window_selects_tokens_that_leave_before_the_next_eviction(
+    window, when, every, piece_tokens, expected
+):
+    """The request has 20 processed tokens."""
+    sinks, recent = window
+    tokens = FullPrecisionTokens(sinks=sinks, residual=recent, recent=recent)
+    spec = EvictionSpec(cap=16, every=every, when=when)
+
+    found = leaving_window(tokens, Eviction(spec=spec, piece_tokens=piece_tokens), POSITIONS, 20)
+
+    assert POSITIONS[found].tolist() == list(expected)

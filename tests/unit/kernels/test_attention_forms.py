@@ -337,16 +337,12 @@ def one_lane(lanes, query, math, row, lane):
     key_positions = torch.arange(len(slot))
     query_positions = key_positions[len(slot) - len(query) :]
     heads = slice(lane * query.shape[1], (lane + 1) * query.shape[1])
-    attended, sums = attend_reference(
-        math.rotary.rotate_pre_rope(query, query_positions),
-        math.rotary.rotate_pre_rope(lanes.pages.key[page, :, offset], key_positions),
-        lanes.pages.value[page, :, offset],
-        math=replace(math, sinks=None if math.sinks is None else math.sinks[heads]),
-        query_positions=query_positions,
-        key_positions=key_positions,
-        window=lanes.window,
-    )
-    return attended, sums, slot
+    math = replace(math, sinks=None if math.sinks is None else math.sinks[heads])
+    query = math.rotary.rotate_pre_rope(query, query_positions)
+    key = math.rotary.rotate_pre_rope(lanes.pages.key[page, :, offset], key_positions)
+    places = {"query_positions": query_positions, "key_positions": key_positions}
+    value, places["window"] = lanes.pages.value[page, :, offset], lanes.window
+    return *attend_reference(query, key, value, math=math, **places), slot
 
 
 @st.composite

@@ -371,15 +371,9 @@ def scored_lanes(codec, shape, window, group, seed=0):
     """Cached tokens in pages of a codec; shape: KV heads of a page, dims and page tokens."""
     heads, dims, page_tokens = shape
     plain = codec in ("float32", "bfloat16", "float16")
-    lanes = Lanes(
-        [1] * 3,
-        [[70, 1], [150, 33], [16, 17]],
-        dims,
-        heads=heads,
-        page_tokens=page_tokens,
-        dtype=getattr(torch, codec) if plain else torch.float32,
-        seed=seed,
-    )
+    own = {"heads": heads, "page_tokens": page_tokens, "seed": seed}
+    dtype = getattr(torch, codec) if plain else torch.float32
+    lanes = Lanes([1] * 3, [[70, 1], [150, 33], [16, 17]], dims, dtype=dtype, **own)
     pages = None if plain else coded_twin(lanes, codec)
     return ScoredLanes(lanes, QueryRing(window), group, pages, seed=seed)
 
@@ -485,18 +479,16 @@ def fits(codec, dims):
 
 CODED_UNEQUAL = [(48, 32), (192, 128), (32, 64), (64, 192), (128, 256), (128, 8), (8, 64)]
 EQUAL = [(dim, dim) for dim in (8, 20, 32, 64, 80, 96, 128, 256, 512)]
-CODED_DIMS = {
-    codec: [dims for dims in EQUAL + CODED_UNEQUAL if fits(codec, dims)] for codec in CODECS
-}
+ALL_DIMS = EQUAL + CODED_UNEQUAL
+CODED_DIMS = {codec: [dims for dims in ALL_DIMS if fits(codec, dims)] for codec in CODECS}
 """Elements of keys and values that a codec can store."""
 
 
 @st.composite
 def coded_cases(draw):
     """Lanes, and codecs that can store their vectors."""
-    tokens = [1] * draw(st.sampled_from([0, 1, 3])) + draw(
-        st.lists(st.sampled_from([2, 5, 17, 40]), max_size=1)
-    ) or [1]
+    chunks = st.lists(st.sampled_from([2, 5, 17, 40]), max_size=1)
+    tokens = [1] * draw(st.sampled_from([0, 1, 3])) + draw(chunks) or [1]
     window = draw(st.sampled_from([None, None, 9, 70]))
     before = st.one_of(st.integers(0, 90), st.integers(120, 260))
     count = draw(st.sampled_from([1, 2]))

@@ -490,14 +490,10 @@ def test_what_the_library_cannot_read_is_named(changes, reason):
     step = Step([17, 5])
     pages, _, math, _ = step.layers[0]
     planes = {name: changes[name] for name in ("key", "table") if name in changes}
-    found = unfit_tensors(
-        replace(pages, **planes),
-        replace(math, sinks=changes.get("sinks")),
-        changes.get("query", step.heads.query),
-        changes.get("sums"),
-    )
+    pages, math = replace(pages, **planes), replace(math, sinks=changes.get("sinks"))
+    query = changes.get("query", step.heads.query)
 
-    assert reason in found
+    assert reason in unfit_tensors(pages, math, query, changes.get("sums"))
 
 
 STATE_ROUNDING = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -657,9 +653,7 @@ def test_gated_delta_rule_of_chunks_equals_transformers(
         "g": -seeded(rows, tokens, num_heads, *decays).abs(),
         "beta": seeded(rows, num_heads, tokens).to(dtype).sigmoid().transpose(1, 2),
         "initial_state": initial,
-        "output_final_state": True,
-        "use_qk_l2norm_in_kernel": True,
-    }
+    } | {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     rule = kimi.chunk_kimi_delta_attention if by_channel else qwen.torch_chunk_gated_delta_rule
     before = None if initial is None else initial.clone()
     expected, last = rule(*arguments, **options)
@@ -693,15 +687,9 @@ def test_mamba_2_of_chunks_equals_transformers(
         -seeded(num_heads).abs(),
         *seeded(2, rows, tokens, groups, size).to(dtype),
     )
-    options = {
-        "chunk_size": 32,
-        "D": seeded(num_heads) if skips else None,
-        "dt_bias": seeded(num_heads),
-        "dt_softplus": True,
-        "dt_limit": (0.0, limit),
-        "initial_states": initial,
-        "return_final_states": True,
-    }
+    options = {"chunk_size": 32, "D": seeded(num_heads) if skips else None, "dt_softplus": True}
+    options |= {"dt_bias": seeded(num_heads), "dt_limit": (0.0, limit)}
+    options |= {"initial_states": initial, "return_final_states": True}
     before = None if initial is None else initial.clone()
     expected, last = mamba2.mamba2_chunk_scan(*arguments, **options)
 

@@ -96,13 +96,11 @@ def test_signed_slots_equal_those_of_numpy(selection, rows_per_layer, heads, spr
 @pytest.mark.parametrize(("width", "words"), [(3, 1), (64, 1), (20, 4), (100, 6)])
 def test_representatives_equal_those_of_numpy(selection, anchor, width, words):
     rng = np.random.default_rng(width)
-    signed = Signatures(
-        rng.integers(0, 2, (30, 45, words), dtype=np.uint64)
-        * rng.integers(0, 1 << min(width, 63), (30, 45, words), dtype=np.uint64),
-        width,
-        rng.random((30, 45)) < rng.choice([0.1, 0.6, 1.0], (30, 1)),
-        tuple(range(30)),
+    marks, bits = (
+        rng.integers(0, most, (30, 45, words), dtype=np.uint64) for most in (2, 1 << min(width, 63))
     )
+    grouped = rng.random((30, 45)) < rng.choice([0.1, 0.6, 1.0], (30, 1))
+    signed = Signatures(marks * bits, width, grouped, tuple(range(30)))
     count = rng.integers(0, 47, 30)
     score = rng.integers(0, 6, (30, 60)).astype(np.float32)[:, :45]
     given = None if anchor == MEAN else fixed_anchor(signed, anchor, seed=3)
@@ -126,25 +124,12 @@ def test_retained_slots_equal_those_of_numpy(selection, words, anchor, pick_best
     columns, free, wanted = units.columns, units.free_slots, units.num_retained
     count = np.minimum(rng.integers(0, 30, rows), wanted)
     score = rng.integers(0, 40, (rows, 95)).astype(np.float32)[:, : free.shape[1]]
-    signed = Signatures(
-        rng.integers(0, 1 << 12, (*free.shape, words), dtype=np.uint64),
-        64 * words,
-        free,
-        (*range(rows),),
-    )
+    bits = rng.integers(0, 1 << 12, (*free.shape, words), dtype=np.uint64)
+    signed = Signatures(bits, 64 * words, free, (*range(rows),))
     given = None if anchor == MEAN else fixed_anchor(signed, anchor, seed=3)
 
-    found = selection.retained(
-        live,
-        free,
-        columns.start,
-        wanted,
-        count,
-        signed.words,
-        score,
-        anchor=given,
-        pick_best=pick_best,
-    )
+    numbers, options = (wanted, count), {"anchor": given, "pick_best": pick_best}
+    found = selection.retained(live, free, columns.start, *numbers, bits, score, **options)
 
     important = best_with_numpy(score, free, wanted - count)
     signed = replace(signed, grouped=free & ~important)
@@ -158,7 +143,5 @@ def test_retained_slots_equal_those_of_numpy(selection, words, anchor, pick_best
 
 
 def test_rows_without_units_have_no_representatives(selection):
-    empty = np.zeros((3, 0), dtype=bool)
-    words = np.zeros((3, 0, 1), dtype=np.uint64)
-
+    words, empty = np.zeros((3, 0, 1), dtype=np.uint64), np.zeros((3, 0), dtype=bool)
     assert selection.representatives(words, empty, np.ones(3, dtype=np.int64)).shape == (3, 0)

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from torch import Tensor
 
 from quire.errors import HostMemoryFull, InvariantError, SlabFull
 from quire.kv.dense.row import NOTHING, POSITION_BYTES, KVShape, LayerShape, RowKV
@@ -17,21 +16,7 @@ SHAPE = KVShape((LayerShape(2, 4, 3), LayerShape(1, 2, 2)), torch.float32, CPU)
 TOKEN_BYTES = (2 * 7 + 4) * 4
 
 
-ACTIONS = [
-    "feed",
-    "feed",
-    "embed",
-    "clear",
-    "resize",
-    "take",
-    "prefill",
-    "plan",
-    "release",
-    "extract",
-]
-
-
-def numbers(name: int, position: int, layer: int) -> tuple[Tensor, Tensor]:
+def numbers(name, position, layer):
     """Keys and values of a token, different for every token."""
     found = SHAPE.layers[layer]
     value = float(1 + name * 1_000 + position)
@@ -39,7 +24,7 @@ def numbers(name: int, position: int, layer: int) -> tuple[Tensor, Tensor]:
     return keys, -torch.full((found.num_kv_heads, found.value_dim), value)
 
 
-def packed(name: int, tokens: int, meter: ByteMeter) -> RowKV:
+def packed(name, tokens, meter):
     layers = []
     for layer in range(len(SHAPE.layers)):
         pairs = [numbers(name, position, layer) for position in range(tokens)]
@@ -48,7 +33,7 @@ def packed(name: int, tokens: int, meter: ByteMeter) -> RowKV:
     return RowKV(layers, meter)
 
 
-def feed(slab: DenseSlab, names: list[int | None], counts: list[int], **options: bool) -> None:
+def feed(slab, names, counts, **options):
     """Run a forward pass with `counts[i]` tokens of sequence `names[i]` for row i."""
     columns, known = max(counts), list(slab.lengths)
     slab.begin(counts, columns, **options)
@@ -65,9 +50,7 @@ def feed(slab: DenseSlab, names: list[int | None], counts: list[int], **options:
     slab.end()
 
 
-def prefill_in_place(
-    slab: DenseSlab, rows: range, names: list[int], lengths: list[int], chunk: int
-) -> None:
+def prefill_in_place(slab, rows, names, lengths, chunk):
     """Prefill prompts into rows of the slab, `chunk` columns at a time, with padding."""
     columns = max(lengths)
     view = SlabRows(slab, rows.start, len(rows), columns)
@@ -86,18 +69,17 @@ def prefill_in_place(
     view.register(lengths)
 
 
-def held(slab: DenseSlab, row: int) -> list[int]:
+def held(slab, row):
     return [p for p in slab.positions[row, slab.window.lo : slab.window.hi].tolist() if p >= 0]
 
 
-def check(slab: DenseSlab, names: list[int | None], lengths: list[int], meter: ByteMeter) -> None:
+def check(slab, names, lengths, meter):
     slab.window.check()
     assert slab.lengths == lengths
     used = slice(slab.window.lo, slab.window.hi)
     positions = slab.positions[:, used]
-    for layer, (keys, values) in enumerate(
-        zip(slab.tensors.keys, slab.tensors.values, strict=True)
-    ):
+    planes = zip(slab.tensors.keys, slab.tensors.values, strict=True)
+    for layer, (keys, values) in enumerate(planes):
         for row, name in enumerate(names):
             for column, position in enumerate(positions[row].tolist()):
                 if position == NOTHING:  # masked slots hold zeros
@@ -131,7 +113,7 @@ class SlabMachine(RuleBasedStateMachine):
     def used_rows(self):
         return [row for row, name in enumerate(self.names) if name is not None]
 
-    def new(self, row: int) -> int:
+    def new(self, row):
         self.count += 1
         self.names[row] = self.count
         return self.count
@@ -221,8 +203,25 @@ class SlabMachine(RuleBasedStateMachine):
 TestSlab = SlabMachine.TestCase
 
 
-def test_growth_copies_one_layer_at_a_time():
-    meter = ByteMeter()
+@pytest.fixture
+def meter():
+    return ByteMeter()
+
+
+@pytest.fixture
+def released(meter):
+    """A slab of two rows of which the first, of 10 tokens, was cleared."""
+    slab = DenseSlab(SHAPE, 2, 20, meter=meter)
+    slab.embed(0, packed(1, 10, meter))
+    slab.embed(1, packed(2, 3, meter))
+    addresses = [part.data_ptr() for part in slab.tensors.keys]
+    slab.clear(0)
+    slab.release_prefix()
+    assert [part.data_ptr() for part in slab.tensors.keys] == addresses  # without a copy
+    return slab
+
+
+def test_growth_copies_one_layer_at_a_time(meter):
     slab = DenseSlab(SHAPE, 4, 8, meter=meter)
     feed(slab, [1, 2, 3, 4], [8, 8, 8, 8])
     before = slab.num_bytes
@@ -234,36 +233,21 @@ def test_growth_copies_one_layer_at_a_time():
     assert meter.peak_bytes <= SHAPE.growing_bytes(4, slab.window.capacity)
 
 
-def test_unused_columns_are_released_without_a_copy():
-    meter = ByteMeter()
-    slab = DenseSlab(SHAPE, 2, 20, meter=meter)
-    slab.embed(0, packed(1, 10, meter))
-    slab.embed(1, packed(2, 3, meter))
-    addresses = [part.data_ptr() for part in slab.tensors.keys]
-
-    slab.clear(0)
-    slab.release_prefix()
-
-    assert (slab.window.lo, slab.window.hi) == (7, 10)
-    assert [part.data_ptr() for part in slab.tensors.keys] == addresses
-
-
-def test_window_moves_to_column_0_in_place_when_it_reaches_the_end():
-    meter = ByteMeter()
-    slab = DenseSlab(SHAPE, 2, 20, meter=meter)
-    slab.embed(0, packed(1, 10, meter))
-    slab.embed(1, packed(2, 3, meter))
-    slab.clear(0)
-    slab.release_prefix()
+def test_window_moves_to_column_0_in_place_when_it_reaches_the_end(released, meter):
     peak, starts = meter.peak_bytes, []
-
+    assert (released.window.lo, released.window.hi) == (7, 10)
     for _ in range(12):
-        feed(slab, [None, 2], [0, 1])
-        starts.append(slab.window.lo)
+        feed(released, [None, 2], [0, 1])
+        starts.append(released.window.lo)
 
     assert starts == [7] * 10 + [0] * 2
     assert meter.peak_bytes == peak
-    assert held(slab, 1) == list(range(15))
+    assert held(released, 1) == list(range(15))
+
+
+def assert_equal(found, expected):
+    for got, want in zip(found.layers, expected.layers, strict=True):
+        assert all(map(torch.equal, got, want))
 
 
 def test_extracted_row_with_holes_is_packed_and_exact():
@@ -275,13 +259,10 @@ def test_extracted_row_with_holes_is_packed_and_exact():
     kv = slab.extract(0, CPU, outside)
 
     assert kv.tokens == 4
-    for got, want in zip(kv.layers, expected.layers, strict=True):
-        assert torch.equal(got[0], want[0])
-        assert torch.equal(got[1], want[1])
+    assert_equal(kv, expected)
 
 
-def test_left_aligned_rows_are_split_layer_by_layer():
-    meter = ByteMeter()
+def test_left_aligned_rows_are_split_layer_by_layer(meter):
     slab = DenseSlab(SHAPE, 3, 6, meter=meter)
     feed(slab, [1, 2, 3], [4, 2, 4], at_start=True)
     feed(slab, [1, 2, 3], [2, 0, 1], at_start=True)
@@ -293,24 +274,10 @@ def test_left_aligned_rows_are_split_layer_by_layer():
     assert meter.used_bytes == sum(kv.num_bytes for kv in rows) == 13 * TOKEN_BYTES
     assert meter.peak_bytes < whole + meter.used_bytes
     for name, kv in zip((1, 2, 3), rows, strict=True):
-        expected = packed(name, kv.tokens, ByteMeter())
-        assert all(torch.equal(a, b) for got, want in zip(kv.layers, expected.layers, strict=True)
-                   for a, b in zip(got, want, strict=True))  # fmt: skip
+        assert_equal(kv, packed(name, kv.tokens, ByteMeter()))
 
 
-def test_split_of_a_single_full_row_makes_no_copy():
-    meter = ByteMeter()
-    slab = DenseSlab(SHAPE, 1, 5, meter=meter)
-    feed(slab, [1], [5], at_start=True)
-    addresses = slab.tensors.keys[0].data_ptr()
-
-    [kv] = slab.split()
-
-    assert kv.layers[0][0].data_ptr() == addresses
-
-
-def test_slab_at_its_limit_raises_and_is_unchanged():
-    meter = ByteMeter()
+def test_slab_at_its_limit_raises_and_is_unchanged(meter):
     slab = DenseSlab(SHAPE, 1, 4, meter=meter, limit=6)
     feed(slab, [1], [5])
 
@@ -320,8 +287,8 @@ def test_slab_at_its_limit_raises_and_is_unchanged():
     check(slab, [1], [5], meter)
 
 
-def test_extract_into_full_host_memory_raises_and_changes_nothing():
-    meter, host = ByteMeter(), ByteMeter(100)
+def test_extract_into_full_host_memory_raises_and_changes_nothing(meter):
+    host = ByteMeter(100)
     slab = DenseSlab(SHAPE, 1, 4, meter=meter)
     feed(slab, [1], [2])
 
@@ -333,8 +300,8 @@ def test_extract_into_full_host_memory_raises_and_changes_nothing():
 
 
 @pytest.mark.parametrize("fails", [0, 1, 3])
-def test_failed_slab_allocation_leaves_no_counted_bytes(monkeypatch, fails):
-    meter, full, num_tensors = ByteMeter(), torch.full, 0
+def test_failed_slab_allocation_leaves_no_counted_bytes(monkeypatch, meter, fails):
+    full, num_tensors = torch.full, 0
 
     def failing_full(*arguments, **options):
         nonlocal num_tensors
@@ -351,12 +318,14 @@ def test_failed_slab_allocation_leaves_no_counted_bytes(monkeypatch, fails):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_split_copies_one_tensor_at_a_time(rows):
-    meter = ByteMeter()
+def test_split_copies_one_tensor_at_a_time(meter, rows):
     slab = DenseSlab(SHAPE, rows, 5, meter=meter)
-    feed(slab, list(range(rows)), [5] * rows)
+    feed(slab, list(range(rows)), [5] * rows, at_start=True)
+    address = slab.tensors.keys[0].data_ptr()
 
     split_rows = slab.split()
+
+    assert (split_rows[0].layers[0][0].data_ptr() == address) == (rows == 1)  # without a copy
 
     assert meter.used_bytes == rows * 5 * TOKEN_BYTES == sum(kv.num_bytes for kv in split_rows)
     assert meter.peak_bytes <= SHAPE.growing_bytes(rows, 5)

@@ -1,4 +1,4 @@
-"""Ledger extents compared with values worked out by hand; the memory machine checks the rest."""
+"""Who uses each page: ledger extents by hand, and the page map page by page."""
 
 from dataclasses import replace
 
@@ -9,6 +9,7 @@ from quire.errors import InvariantError
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.ledger import NO_ROW, exact_rows, extents_of, prove_extents
 from quire.kv.memory import KVMemory
+from quire.kv.page_map import CACHE, CACHED, EVICTED, FIRST_ROW, FREE, SHARED, read_pages
 from quire.kv.sharing import fork
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, kv_pages
@@ -65,12 +66,9 @@ def parts(memory, *names):
     return [tuple(getattr(extent, name) for name in names) for extent in found]
 
 
-def test_empty_memory_has_no_extents():
-    assert extents_of(memory_of(PAIR)) == []
-
-
 def test_unshared_pages_are_counted_from_the_tables():
     memory = memory_of(PAIR, WINDOW)
+    assert extents_of(memory) == []
     first, second = grown(memory, 9), grown(memory, 4)
 
     assert parts(memory, "row", "group", "pages", "num_bytes", "references", "sequences") == [
@@ -174,6 +172,10 @@ def test_codec_name_of_keys_and_values(key, value, name, plain):
     assert shape.is_plain == plain
 
 
+def plus(extent, num_bytes):
+    return replace(extent, num_bytes=extent.num_bytes + num_bytes)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -181,12 +183,8 @@ def test_codec_name_of_keys_and_values(key, value, name, plain):
         lambda extents: [*extents, extents[0]],
         lambda extents: [replace(extents[0], row=7), *extents[1:]],
         lambda extents: [replace(extents[0], references=3), *extents[1:]],
-        lambda extents: [replace(extents[0], num_bytes=extents[0].num_bytes + 1), *extents[1:]],
-        lambda extents: [
-            replace(extents[0], num_bytes=extents[0].num_bytes - 1),
-            replace(extents[1], num_bytes=extents[1].num_bytes + 1),
-            *extents[2:],
-        ],
+        lambda extents: [plus(extents[0], 1), *extents[1:]],
+        lambda extents: [*map(plus, extents[:2], (-1, 1)), *extents[2:]],
     ],
     ids=["missing", "twice", "other-owner", "other-references", "a-byte-more", "moved-byte"],
 )
@@ -199,3 +197,111 @@ def test_prove_extents_detects_each_error(change):
 
     with pytest.raises(InvariantError):
         prove_extents(memory, change(extents))
+
+
+MAP_FULL = LaneGroup(name="full", page_class=BODY, layers=(0, 1))
+MAP_CODED = replace(LOOSE, name="coded", layers=(2,))
+
+
+@pytest.fixture
+def memory():
+    return memory_of(MAP_FULL, MAP_CODED)
+
+
+def held_pages(memory, row, name):
+    return set(memory.tables[name].row_pages(row).tolist())
+
+
+def owned(facts, owner):
+    return [set(one.pages[one.owner == owner].tolist()) for one in facts.classes]
+
+
+def marked(one, bit):
+    return set(one.pages[one.state & bit > 0].tolist())
+
+
+def test_each_page_belongs_to_the_row_whose_table_names_it(memory):
+    rows = [grown(memory, 9), grown(memory, 5)]
+
+    facts = read_pages(memory, rows)
+
+    for index, row in enumerate(rows):
+        full, coded = owned(facts, FIRST_ROW + index)
+        assert full == held_pages(memory, row, "full")
+        assert coded == held_pages(memory, row, "coded")
+        assert len(full) == 2 * -(-int(memory.lengths[row]) // PAGE_TOKENS)
+
+
+def test_pages_in_address_order_cover_the_arena(memory):
+    rows = [grown(memory, 20), grown(memory, 5), grown(memory, 33)]
+    memory.release([rows[1]])
+
+    owner, state, kind = read_pages(memory, rows[:1] + rows[2:]).in_order()
+
+    sizes = np.array([c.page_bytes for c in memory.pools])[kind]
+    borders = sum(pool.tail_bytes for pool in memory.pools.values())
+    assert sizes.sum() + borders <= memory.total_bytes
+    assert sizes[owner != FREE].sum() == sum(p.used_bytes for p in memory.pools.values())
+    assert (owner == FREE).sum() > 0
+    assert not state.any()
+
+
+@pytest.mark.parametrize("tokens", [8, 160])
+def test_pages_of_a_fork_are_shared_and_belong_to_the_first_row(memory, tokens):
+    parent = grown(memory, tokens)
+    child = fork(memory, parent)
+    memory.grow(np.array([child]), np.array([4], dtype=np.int32))
+
+    facts = read_pages(memory, [parent, child])
+
+    full, own = facts.classes[0], owned(facts, FIRST_ROW + 1)[0]
+    assert owned(facts, FIRST_ROW)[0] == held_pages(memory, parent, "full")
+    assert own == held_pages(memory, child, "full") - held_pages(memory, parent, "full")
+    assert len(own) == 2
+    assert marked(full, SHARED) == held_pages(memory, parent, "full")
+
+
+def test_pages_of_the_prefix_cache_are_marked(memory):
+    gone, stays = grown(memory, 8), grown(memory, 8)
+    reference_pages(memory, gone, PAGE_TOKENS)
+    reference_pages(memory, stays, PAGE_TOKENS)
+    memory.release([gone])
+
+    facts = read_pages(memory, [stays])
+
+    full = facts.classes[0]
+    assert [len(pages) for pages in owned(facts, CACHE)] == [2, 1]
+    assert np.count_nonzero(full.state & CACHED) == 2
+    assert not np.count_nonzero(full.state & SHARED)
+
+
+def test_only_these_rows_hides_all_other_pages(memory):
+    mine, other = grown(memory, 8), grown(memory, 40)
+    reference_pages(memory, mine, PAGE_TOKENS)
+    child = fork(memory, mine)  # of another tenant
+
+    alone = read_pages(memory, [mine], only_these=True)
+    owner, state, kind = alone.in_order()
+
+    own = len(held_pages(memory, mine, "full")) + len(held_pages(memory, mine, "coded"))
+    assert len(owner) == own > 0
+    assert (owner == FIRST_ROW).all()
+    assert not state.any()
+    assert set(kind.tolist()) == {0, 1}
+    memory.release([other, child])
+    again = read_pages(memory, [mine], only_these=True).in_order()
+    assert all(map(np.array_equal, again, (owner, state, kind)))
+
+
+def test_pages_of_a_row_without_a_token_are_marked(memory):
+    whole, cut = grown(memory, 8), grown(memory, 8)
+    table = memory.tables["coded"]
+    memory.pools[table.group.page_class].release(
+        table.cut(np.array([cut]), np.array([[1]], dtype=np.int32))
+    )
+    table.num_slots[cut] = PAGE_TOKENS
+
+    facts = read_pages(memory, [whole, cut])
+
+    for one, name in zip(facts.classes, ("full", "coded"), strict=True):
+        assert marked(one, EVICTED) == held_pages(memory, cut, name)

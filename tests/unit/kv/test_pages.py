@@ -1,13 +1,19 @@
-"""Page pools: allocation, reference counts and slabs."""
+"""The arena: slab sizes, page pools with reference counts, and extents."""
 
 import sys
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import quire.kv.pages as pages_module
-from quire.errors import InvariantError, OutOfPages
+from quire.errors import ConfigError, InvariantError, OutOfPages
+from quire.kv.extents import Extent, ExtentMap
+from quire.kv.memory import KVMemory
 from quire.kv.pages import Arena, PagePool
+from quire.layout.pages import CacheLayout, LaneGroup, choose_slab_bytes
+from quire.layout.sizes import HUGE_PAGE_BYTES
 from support.small_memory import plain_class
 from support.type_checks import is_check
 
@@ -40,34 +46,19 @@ def count_calls(function, *arguments):
     return num_calls
 
 
-def test_pool_allocates_a_slab_only_if_its_slabs_are_full():
+def test_slabs_are_allocated_when_full_and_freed_with_their_last_page():
     arena, pool = pool_of(4, 8)
-
-    pool.allocate(8)
-    assert arena.num_free_slabs == 3
-    pool.allocate(1)
-
-    assert arena.num_free_slabs == 2
-
-
-def test_pages_of_one_allocation_are_contiguous_and_distinct():
-    _, pool = pool_of(4, 8)
-
-    pages = pool.allocate(20)
-
-    assert pages.tolist() == list(range(20))
-    assert (pool.ref_counts[pages] == 1).all()
-
-
-def test_slab_is_freed_with_its_last_page():
-    arena, pool = pool_of(2, 8)
     pages = pool.allocate(8)
-
-    pool.release(pages[:7])
+    assert arena.num_free_slabs == 3
+    pages = [*pages, *pool.allocate(12)]  # contiguous and distinct
+    assert pages == list(range(20))
+    assert (pool.ref_counts[pages] == 1).all()
     assert arena.num_free_slabs == 1
-    pool.release(pages[7:])
+    pool.release(np.array(pages[:7]))
+    assert arena.num_free_slabs == 1
+    pool.release(np.array(pages[7:]))
 
-    assert arena.num_free_slabs == 2
+    assert arena.num_free_slabs == 4
     assert pool.held_slabs == frozenset()
     assert pool.free_bytes == 0
 
@@ -89,9 +80,8 @@ def test_failed_allocation_changes_nothing():
     pool.allocate(5)
     counts, free, slabs = pool.ref_counts.copy(), pool.free_bytes, arena.free_slabs
 
-    with pytest.raises(
-        OutOfPages, match=r"12 free pages of 128 B, got 3 in held slabs and 1 free slabs"
-    ):
+    expected = "12 free pages of 128 B, got 3 in held slabs and 1 free slabs"
+    with pytest.raises(OutOfPages, match=expected):
         pool.allocate(12)
 
     assert (pool.ref_counts == counts).all()
@@ -122,21 +112,17 @@ def test_released_pages_are_allocated_before_a_new_slab():
     assert set(pages[[1, 5, 9]].tolist()) <= set(pages_after.tolist())
 
 
-def test_allocation_cost_depends_on_slabs_not_on_pages():
+def test_cost_depends_on_slabs_not_on_pages():
     """300 pages in slabs of 64, and 38 pages in slabs of 8, are both 5 slabs."""
-    many, few = pool_of(8, 64)[1], pool_of(8, 8)[1]
-
-    assert count_calls(many.allocate, 300) == count_calls(few.allocate, 38) > 5
-
-
-def test_release_cost_depends_on_slabs_not_on_pages():
-    rng = np.random.default_rng(0)
-    calls = []
+    rng, calls = np.random.default_rng(0), []
     for pages_per_slab, num_pages in ((64, 300), (8, 38)):
+        allocated = count_calls(pool_of(8, pages_per_slab)[1].allocate, num_pages)
         _, pool = pool_of(8, pages_per_slab)
-        calls.append(count_calls(pool.release, rng.permutation(pool.allocate(num_pages))))
+        released = count_calls(pool.release, rng.permutation(pool.allocate(num_pages)))
+        calls.append((allocated, released))
 
-    assert calls[0] == calls[1] > 5
+    assert calls[0] == calls[1]
+    assert min(calls[0]) > 5
 
 
 def test_check_detects_a_page_released_too_often():
@@ -147,3 +133,136 @@ def test_check_detects_a_page_released_too_often():
 
     with pytest.raises(InvariantError):
         pool.check()
+
+
+MIB = 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("total_bytes", "page_bytes", "slab_bytes"),
+    [
+        (1024 * MIB, [65_536, 3 * 1024], 1_966_080),  # a multiple of 196,608 below a huge page
+        (1 * MIB, [64, 192], 16_320),  # at most a 64th: 85 * 192, below 16,384
+        (100_000, [33_280], 33_280),  # a single size wastes no byte at slab borders
+        (64 * 1024, [64 * 31, 64 * 29], 4 * 64 * 31),  # no small multiple: four pages
+    ],
+)
+def test_slab_sizes(total_bytes, page_bytes, slab_bytes):
+    assert choose_slab_bytes(total_bytes, page_bytes) == slab_bytes
+    assert slab_bytes <= HUGE_PAGE_BYTES
+
+
+@given(
+    total_bytes=st.integers(1, 64 * MIB),
+    units=st.lists(st.integers(1, 2_000), min_size=1, max_size=5),
+)
+def test_every_slab_holds_pages_of_every_class(total_bytes, units):
+    page_bytes = [64 * unit for unit in units]
+    slab_bytes = choose_slab_bytes(total_bytes, page_bytes)
+
+    assert slab_bytes % 64 == 0
+    assert all(slab_bytes // size - bool(slab_bytes % size) >= 1 for size in page_bytes)
+
+
+def test_arena_below_one_slab_is_rejected_with_needed_and_given_bytes():
+    with pytest.raises(ConfigError, match=r"memory of 65,536 B or more, got 60,000 B"):
+        Arena(60_000, [65_536])
+    arena = Arena(1000, [128])  # rounded down to whole slabs
+    assert (arena.num_slabs, arena.total_bytes) == (7, 896)
+
+
+def test_arena_below_one_token_is_rejected_with_needed_and_given_bytes():
+    group = LaneGroup(name="kv", page_class=plain_class(), layers=(0, 1, 2))  # 128 B pages
+
+    expected = r"256 B cannot hold one token .*: 384 B are needed; raise --kv-memory to 1KiB"
+    with pytest.raises(ConfigError, match=expected):
+        KVMemory(CacheLayout((group,)), 256, 1)
+    assert KVMemory(CacheLayout((group,)), 384, 1).total_bytes == 384
+
+
+def test_check_detects_a_slab_freed_twice():
+    arena = Arena(1024, [128])
+    slab = arena.allocate_slab()
+    arena.free_slab(slab)
+    arena.free_slab(slab)
+
+    with pytest.raises(InvariantError, match="twice"):
+        arena.check()
+
+
+TOTAL = 64
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.sampled_from([1, 3, 4, 8])) | st.integers(0, 20),
+        max_size=40,
+    )
+)
+def test_extents_never_overlap_and_are_allocated_if_whole_units_fit(actions):
+    space, held, owner = ExtentMap(TOTAL), [], [None] * TOTAL
+    for number, action in enumerate(actions):
+        if isinstance(action, tuple):
+            units, unit_bytes = action
+            holes = free_runs(owner)
+            allocated = space.allocate(units, unit_bytes)
+            assert (allocated is not None) == (sum(run // unit_bytes for run in holes) >= units)
+            if allocated is None:
+                continue
+            assert sum(e.num_bytes for e in allocated) == units * unit_bytes
+            assert all(e.num_bytes % unit_bytes == 0 for e in allocated)
+            if max(holes, default=0) >= units * unit_bytes:
+                assert len(allocated) <= 1
+            for extent in allocated:
+                assert owner[extent.start : extent.end] == [None] * extent.num_bytes
+                owner[extent.start : extent.end] = [number] * extent.num_bytes
+            held.append(allocated)
+        elif held:
+            released = held.pop(action % len(held))
+            space.release(released)
+            for extent in released:
+                owner[extent.start : extent.end] = [None] * extent.num_bytes
+        space.check(tuple(e for extents in held for e in extents))
+        assert space.free_bytes == owner.count(None)
+        assert [e.num_bytes for e in space.free_extents] == free_runs(owner)
+
+
+def free_runs(owner):
+    """Lengths of the runs of free bytes."""
+    runs, length = [], 0
+    for holder in [*owner, "end"]:
+        if holder is None:
+            length += 1
+        elif length:
+            runs.append(length)
+            length = 0
+    return runs
+
+
+def test_allocation_uses_the_lowest_sufficient_hole():
+    space = ExtentMap(20)
+    first, _, _ = (space.allocate(n, 1) for n in (4, 2, 8))
+    space.release(first)
+
+    assert space.allocate(3, 1) == (Extent(0, 3),)
+    assert space.allocate(3, 1) == (Extent(14, 3),)
+
+
+def test_release_of_free_bytes_is_rejected():
+    space = ExtentMap(20)
+    extents = space.allocate(2, 5)
+    space.release(extents)
+
+    for wrong in (*extents, Extent(15, 10)):
+        with pytest.raises(InvariantError, match="was never allocated"):
+            space.release((wrong,))
+
+
+def test_check_detects_a_missing_byte():
+    space = ExtentMap(20)
+    space.allocate(2, 5)
+
+    with pytest.raises(InvariantError, match="expected an extent at byte 0"):
+        space.check(())
+    with pytest.raises(InvariantError, match="expected an extent at byte 12, got"):
+        space.check((Extent(0, 12),))

@@ -11,9 +11,8 @@ from support.small_memory import grow, keys, one_group, plain_class, with_groups
 WINDOW = LaneGroup(name="window", page_class=plain_class(), layers=(1,), window=6)
 CHUNK = LaneGroup(name="chunk", page_class=plain_class(), layers=(1,), chunk=8)
 FULL = LaneGroup(name="kv", page_class=plain_class(), layers=(0,))
-SUMS = LaneGroup(
-    name="sums", page_class=plain_class(head_dim=32, value=False), layers=(0,), private=True
-)
+OF_ROWS = plain_class(head_dim=32, value=False)
+SUMS = LaneGroup(name="sums", page_class=OF_ROWS, layers=(0,), private=True)
 OF_SUMS = frozenset({"sums"})
 
 
@@ -79,9 +78,6 @@ def test_equal_prompts_of_one_step_are_published_once():
     memory.check()
 
 
-# ---- isolation ---------------------------------------------------------------------------------
-
-
 def identity(tenant, public_tokens=0, salt=""):
     return PrefixIdentity(root_key("a model"), private_salt(b"secret", tenant, salt), public_tokens)
 
@@ -97,20 +93,15 @@ def test_prefix_of_another_tenant_salt_or_model_does_not_match(other):
     assert index.match(identity("a"), TOKENS).tokens == 16
 
 
-def test_only_the_public_part_is_shared_between_tenants():
+@pytest.mark.parametrize(
+    ("published", "tenant", "public_tokens", "found"),
+    [(10, "b", 10, 8), (8, "a", 0, 0)],  # whole pages of the public part; none of a private prefix
+)
+def test_only_the_public_part_is_shared(published, tenant, public_tokens, found):
     index = PrefixIndex(one_group())
-    prefill(index, TOKENS, identity("a", public_tokens=10))
+    prefill(index, TOKENS, identity("a", public_tokens=published))
 
-    found = index.match(identity("b", public_tokens=10), TOKENS)
-
-    assert found.tokens == 8  # whole pages of the public part
-
-
-def test_public_prefix_does_not_match_a_private_identity():
-    index = PrefixIndex(one_group())
-    prefill(index, TOKENS, identity("a", public_tokens=8))
-
-    assert index.match(identity("a", public_tokens=0), TOKENS).tokens == 0
+    assert index.match(identity(tenant, public_tokens=public_tokens), TOKENS).tokens == found
 
 
 def test_blocks_with_colliding_keys_are_distinguished_by_tokens(monkeypatch):
@@ -131,9 +122,6 @@ def test_blocks_with_colliding_keys_are_distinguished_by_tokens(monkeypatch):
     assert keys(index.memory, row) == list(range(5))
 
 
-# ---- eviction ----------------------------------------------------------------------------------
-
-
 def test_idle_blocks_are_not_counted_in_the_peak():
     memory = one_group()
     index = PrefixIndex(memory)
@@ -142,9 +130,6 @@ def test_idle_blocks_are_not_counted_in_the_peak():
 
     assert memory.arena_peak_bytes == 2 * 128
     assert memory.used_bytes - memory.listeners.idle_bytes() == 0
-
-
-# ---- windows and statistics --------------------------------------------------------------------
 
 
 def test_window_lane_starts_with_the_pages_its_window_needs():
@@ -214,26 +199,19 @@ def test_match_with_statistics_ends_at_their_snapshot():
     memory.check()
 
 
-def test_snapshot_without_free_pages_is_skipped():
-    memory = with_groups(FULL, SUMS, total_bytes=4 * 256)
-    index = PrefixIndex(memory)
-    row, lease = prefill(index, TOKENS[:8])
-
-    index.snapshot(lease, row)
-
-    assert lease.nodes[-1].statistics == {}
-    assert index.match(DEFAULT_IDENTITY, TOKENS, statistics=OF_SUMS).nodes == []
+def index_with_an_old_chain(total_bytes, tokens):
+    """Idle blocks of a row without statistics."""
+    index = PrefixIndex(memory := with_groups(FULL, SUMS, total_bytes=total_bytes))
+    lease, old = index.match(DEFAULT_IDENTITY, [9] * tokens), memory.start(())
+    grow(memory, old, tokens)
+    index.publish(lease, old, [9] * tokens)
+    close(index, old, lease)
+    return index, memory
 
 
 def test_idle_blocks_are_evicted_for_a_snapshot():
     """Two pages of 256 B are needed and 384 B are free: the old chain's 128 B pages are evicted."""
-    memory = with_groups(FULL, SUMS, total_bytes=6 * 256)
-    index = PrefixIndex(memory)
-    lease = index.match(DEFAULT_IDENTITY, [9] * 13)
-    old = memory.start(())
-    grow(memory, old, 13)
-    index.publish(lease, old, [9] * 13)
-    close(index, old, lease)
+    index, memory = index_with_an_old_chain(6 * 256, 13)
     row, lease = prefill(index, TOKENS[:8])
     assert (memory.free_bytes, index.idle_bytes) == (384, 3 * 128)
 
@@ -246,13 +224,7 @@ def test_idle_blocks_are_evicted_for_a_snapshot():
 
 def test_snapshot_that_cannot_fit_evicts_no_block():
     """384 B are free and 128 B belong to an old chain: less than the copies need."""
-    memory = with_groups(FULL, SUMS, total_bytes=7 * 256)
-    index = PrefixIndex(memory)
-    lease = index.match(DEFAULT_IDENTITY, [9] * 5)
-    old = memory.start(())
-    grow(memory, old, 5)
-    index.publish(lease, old, [9] * 5)
-    close(index, old, lease)
+    index, memory = index_with_an_old_chain(7 * 256, 5)
     row, lease = prefill(index, TOKENS[:12])
     copies_bytes = 3 * 256
     assert memory.free_bytes + index.idle_bytes < copies_bytes

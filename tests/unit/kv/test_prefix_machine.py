@@ -1,8 +1,6 @@
-"""The prefix index under random load, compared with a set of texts.
+"""The prefix index under random load matches the longest text that was published and not evicted.
 
-The reference stores, for each tenant, the texts of whole blocks that were published and not
-evicted. The index must match the longest of them, return pages with the right tokens, and evict
-only unused blocks, least recently used first.
+It returns pages with the right tokens, and evicts unused blocks, least recently used first.
 """
 
 from dataclasses import replace
@@ -20,9 +18,7 @@ ROOT = root_key("machine")
 FULL = LaneGroup(name="full", page_class=plain_class(tokens=PAGE), layers=(0,))
 WINDOW = LaneGroup(name="window", page_class=plain_class(tokens=PAGE), layers=(1,), window=3)
 CHUNK = LaneGroup(name="chunk", page_class=plain_class(tokens=PAGE), layers=(1,), chunk=4)
-TEXTS = st.lists(
-    st.integers(0, 1), min_size=1, max_size=12
-)  # two tokens: texts often share a prefix
+TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=12)  # texts often share a prefix
 PICK = st.integers(0, 1 << 20)
 
 

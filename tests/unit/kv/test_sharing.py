@@ -1,11 +1,22 @@
-"""Shared pages: forks, copy on write and cached references."""
+"""Rows that share pages, are swapped whole or as tails, and have statistics of their own."""
 
 import numpy as np
 import pytest
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
-from quire.kv.sharing import fork, reference_pages, release_reference, start_from_references
+from quire.kv.ledger import extents_of, prove_extents
+from quire.kv.memory import KVMemory
+from quire.kv.repacking import repack
+from quire.kv.sharing import (
+    fork,
+    reference_pages,
+    reference_statistics,
+    release_reference,
+    start_from_references,
+)
+from quire.kv.swap import append_tail, can_split, split_border, swap_in, swap_out
 from quire.layout.pages import LaneGroup
+from quire.offload.swap.host_pool import HostPool
 from support.small_memory import (
     drop_pages,
     grow,
@@ -15,7 +26,12 @@ from support.small_memory import (
     started,
     used_pages,
     with_groups,
+    write_lane,
 )
+from support.statistics_rows import GROUPS, NAMES, RING, WINDOW, expected
+from support.statistics_rows import KV as TWO_LAYERS
+from support.statistics_rows import SUMS as TWO_SUMS
+from support.statistics_rows import started as row_of
 
 KV = LaneGroup(name="kv", page_class=plain_class(), layers=(0,))
 SUMS_CLASS = plain_class(tokens=8, head_dim=32, value=False)
@@ -23,54 +39,25 @@ SUMS = LaneGroup(name="sums", page_class=SUMS_CLASS, layers=(0,), private=True)
 MORE_SUMS = LaneGroup(name="more sums", page_class=SUMS_CLASS, layers=(0,), private=True)
 
 
-def test_copy_on_write_copies_one_page_only():
-    memory = one_group()
-    row = started(memory, 10)
+@pytest.mark.parametrize(
+    ("tokens", "steps", "copied", "pages"),
+    [
+        (10, [(0, 1), (2, 1)], 1, 4),  # then each last page is private
+        (8, [(0, 3), (3, 0)], 0, 4),  # a page border
+        (10, [(2, 2)], 1, 4),  # the last writer of a shared page keeps it
+    ],
+)
+def test_copy_on_write_copies_one_page_only(tokens, steps, copied, pages):
+    """New tokens of a row and of its fork, in a memory of just enough pages."""
+    memory = one_group(total_bytes=pages * 128)
+    row = started(memory, tokens)
     child = fork(memory, row)
+    for step in steps:
+        memory.grow(np.array([row, child]), np.array(step, dtype=np.int32))
+        assert (memory.store.num_copies, memory.store.copied_pages) == (copied, copied)
 
-    grow(memory, child, 1)
-
-    assert (memory.store.num_copies, memory.store.copied_pages) == (1, 1)
-    assert used_pages(memory) == 4
-    assert keys(memory, child)[:10] == keys(memory, row) == list(range(10))
-    grow(memory, child, 1)
-    grow(memory, row, 2)
-    assert memory.store.copied_pages == 1  # each last page is private now
-    memory.check()
-
-
-def test_fork_at_a_page_border_needs_no_copy():
-    memory = one_group()
-    row = started(memory, 8)
-    child = fork(memory, row)
-
-    grow(memory, child, 3)
-    grow(memory, row, 3)
-
-    assert memory.store.copied_pages == 0
-    assert used_pages(memory) == 4
-
-
-def test_row_without_new_tokens_copies_no_page():
-    memory = one_group()
-    row = started(memory, 10)
-    child = fork(memory, row)
-
-    memory.grow(np.array([row, child]), np.array([0, 1], dtype=np.int32))
-
-    assert memory.store.copied_pages == 1
-    assert keys(memory, row) == list(range(10))
-
-
-def test_last_writer_of_a_shared_page_keeps_it():
-    memory = one_group(total_bytes=4 * 128)  # four pages
-    row = started(memory, 10)
-    child = fork(memory, row)
-
-    memory.grow(np.array([row, child]), np.array([2, 2], dtype=np.int32))
-
-    assert memory.store.copied_pages == 1
-    assert keys(memory, child)[:10] == keys(memory, row)[:10] == list(range(10))
+    assert used_pages(memory) == pages
+    assert keys(memory, child)[:tokens] == keys(memory, row)[:tokens] == list(range(tokens))
     memory.check()
 
 
@@ -96,12 +83,10 @@ def test_cached_reference_is_released_once_and_not_used_after():
     other = reference_pages(memory, row, 0, 8)
 
     assert other.key != cached_reference.key
-    for act in (
-        release_reference,
-        lambda memory, cached_reference: start_from_references(memory, [cached_reference]),
-    ):
-        with pytest.raises(InvariantError, match="was released before"):
-            act(memory, cached_reference)
+    with pytest.raises(InvariantError, match="was released before"):
+        release_reference(memory, cached_reference)
+    with pytest.raises(InvariantError, match="was released before"):
+        start_from_references(memory, [cached_reference])
     memory.check()
 
 
@@ -138,18 +123,6 @@ def test_check_detects_an_unaccounted_reference():
         memory.check()
 
 
-def test_fork_without_pages_for_its_statistics_changes_nothing():
-    memory = with_groups(KV, SUMS, total_bytes=4 * 1024)
-    row = started(memory, 40)  # 10 pages of 128 B, 5 of 512 B
-    assert memory.arena.num_free_slabs * memory.arena.slab_bytes < 5 * 512
-
-    with pytest.raises(OutOfPages, match="statistics"):
-        fork(memory, row)
-
-    assert memory.live_rows.tolist() == [row]
-    memory.check()
-
-
 def test_pages_for_all_statistics_are_checked_before_a_start_from_references():
     memory = with_groups(KV, SUMS, MORE_SUMS, total_bytes=6 * 1024)
     row = started(memory, 32)
@@ -178,19 +151,303 @@ def test_cached_reference_must_be_whole_pages_of_the_sequence(tokens):
     assert memory.cached_references == {}
 
 
-def test_lane_with_dropped_pages_cannot_be_referenced():
+def test_lane_with_dropped_or_freed_pages_cannot_be_referenced():
+    dropped, window = one_group(), one_group(window=4)
+    drop_pages(dropped, started(dropped, 12), [1])
+    grow(window, started(window, 12), 1)
+    for memory in (dropped, window):
+        with pytest.raises(ConfigError, match="no longer holds every token"):
+            reference_pages(memory, 0, 0, 4)
+
+
+def test_peak_bytes_are_kept_across_a_swap():
     memory = one_group()
+    row = started(memory, 20)
+    memory.truncate(row, 4)
+
+    [row] = swap_in(memory, swap_out(memory, [row]))
+
+    assert memory.row_bytes(row) == 128
+    assert memory.peak_bytes[row] == 5 * 128
+
+
+def test_memory_without_bytes_can_swap():
+    memory = KVMemory(one_group().layout, 64 * 1024, 2)
+    row = memory.start()
+    grow(memory, row, 10)
+
+    [row] = swap_in(memory, swap_out(memory, [row]))
+
+    assert memory.lengths[row] == 10
+    assert used_pages(memory) == 3
+    memory.check()
+
+
+def test_tail_is_swapped_and_appended_to_its_head():
+    """The last 10 of 22 tokens are swapped, 3 pages of 4; the head of 12 is recomputed."""
+    memory = one_group(num_lanes=2)
+    row = started(memory, 22)
+
+    swapped = swap_out(memory, [row], keep_from=12)
+    assert (used_pages(memory), swapped.num_bytes) == (0, 2 * 3 * 128)
+    memory.store.poison_free(memory)
     row = started(memory, 12)
-    drop_pages(memory, row, [1])
+    append_tail(memory, row, swapped)
+    grow(memory, row, 3)
 
-    with pytest.raises(ConfigError, match="no longer holds every token"):
-        reference_pages(memory, row, 0, 4)
+    assert memory.lengths[row] == 25
+    assert keys(memory, row, 0)[:22] == list(range(22))
+    assert keys(memory, row, 1)[:22] == list(range(100, 122))
+    assert memory.tables["kv"].slot_positions(row, 1).tolist() == list(range(25))
+    memory.check()
 
 
-def test_lane_with_freed_window_pages_cannot_be_referenced():
-    memory = one_group(window=4)
-    row = started(memory, 12)
-    grow(memory, row, 1)
+def test_append_tail_that_does_not_fit_or_match_changes_nothing():
+    memory = one_group(total_bytes=6 * 128)
+    swapped = swap_out(memory, [started(memory, 20)], keep_from=8)
+    row = started(memory, 4)
 
-    with pytest.raises(ConfigError, match="no longer holds every token"):
-        reference_pages(memory, row, 0, 4)
+    expected = f"expected 8 tokens in every lane of row {row} .* got a row of 4"
+    with pytest.raises(ConfigError, match=expected):
+        append_tail(memory, row, swapped)
+    with pytest.raises(ConfigError, match="append_tail"):
+        swap_in(memory, swapped)
+    grow(memory, row, 4)
+    write_lane(memory, row, 0)
+    blocker = started(memory, 8)
+    with pytest.raises(OutOfPages, match="3 pages needed"):
+        append_tail(memory, row, swapped)
+    memory.release([blocker])
+    append_tail(memory, row, swapped)
+
+    assert keys(memory, row) == list(range(20))
+
+
+@pytest.mark.parametrize("keep_from", [0, 3, 20, 24])
+def test_split_must_be_at_a_page_border_inside_the_sequence(keep_from):
+    memory = one_group()
+    row = started(memory, 20)
+
+    assert not can_split(memory, row, keep_from)
+    assert can_split(memory, row, 16)
+    with pytest.raises(ConfigError, match="expected one row"):
+        swap_out(memory, [row, started(memory, 12)], keep_from=8)
+
+
+def test_split_border_is_common_to_all_groups():
+    """Pages of 4 and of 6 tokens have a common border every 12."""
+    groups = [LaneGroup(name=f"{n}", page_class=plain_class(tokens=n), layers=(n,)) for n in (4, 6)]
+    memory = with_groups(*groups)
+    short, long = memory.start(), memory.start()
+    grow(memory, short, 12)
+    grow(memory, long, 13)
+
+    assert (split_border(memory, short), split_border(memory, long)) == (0, 12)
+    assert [n for n in range(13) if can_split(memory, long, n)] == [12]
+
+
+def test_lanes_with_evicted_pages_cannot_be_split():
+    window = one_group(window=4)
+    dropped = one_group(num_lanes=2)
+    for memory in (window, dropped):
+        row = started(memory, 12)
+        memory.drop_behind_windows(np.array([row]))
+        if memory is dropped:
+            drop_pages(memory, row, [0], lane=1)
+
+        assert not can_split(memory, row, 8)
+        with pytest.raises(ConfigError, match="cannot be split at token 8"):
+            swap_out(memory, [row], keep_from=8)
+        assert memory.live_rows.tolist() == [row]
+
+
+def test_swap_out_of_duplicate_rows_is_rejected_without_changes():
+    memory, pool = one_group(), HostPool(1024)
+    row = started(memory, 4)
+
+    with pytest.raises(InvariantError, match="distinct rows in use"):
+        swap_out(memory, [row, row], pool)
+
+    assert pool.used_bytes == 0
+    assert keys(memory, row) == list(range(4))
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_repack_moves_private_pages_and_those_shared_by_its_rows_only(both):
+    memory = one_group(total_bytes=32 * 128)
+    gap, row = started(memory, 12), started(memory, 10)
+    child, table = fork(memory, row), memory.tables["kv"]
+    grow(memory, child, 5)
+    write_lane(memory, child, 0)
+    before, used_bytes = table.row_pages(row).tolist(), memory.used_bytes - 3 * 128
+    memory.release([gap])
+
+    repack(memory, *([row, child] if both else [child]))
+
+    assert (table.row_pages(row).tolist() == before) == (not both)
+    assert table.row_pages(row).tolist()[:2] == table.row_pages(child).tolist()[:2]
+    assert keys(memory, child) == list(range(15))
+    assert keys(memory, row) == list(range(10))
+    assert memory.used_bytes == used_bytes
+    memory.check()
+
+
+def test_pages_that_fill_slabs_of_different_sizes_are_not_repacked():
+    """Slabs that begin between two pages hold one page less, so packed pages might not fit."""
+    small, large = plain_class(head_dim=5), plain_class(head_dim=18)
+    memory = with_groups(
+        LaneGroup(name="kv", page_class=small, layers=(0,)),
+        LaneGroup(name="other", page_class=large, layers=(1,), private=True),
+    )
+    pool = memory.pools[memory.tables["kv"].group.page_class]
+    assert memory.arena.slab_bytes % pool.page_class.page_bytes, "a page crosses a border of slabs"
+    row = memory.start(())
+    while memory.can_grow(np.array([row]), np.array([4], dtype=np.int32)):
+        grow(memory, row, 4)
+    write_lane(memory, row, 0)
+    assert pool.num_used > memory.arena.num_slabs * pool.pages_per_slab
+
+    repack(memory, row)
+
+    assert keys(memory, row)[:5] == [0, 1, 2, 3, 4]
+    memory.check()
+
+
+def test_swap_in_without_free_pages_changes_nothing():
+    memory = one_group(total_bytes=4 * 128)
+    swapped = swap_out(memory, [started(memory, 10)])
+    blocker = started(memory, 8)
+
+    with pytest.raises(OutOfPages, match="3 pages needed"):
+        swap_in(memory, swapped)
+    assert memory.live_rows.tolist() == [blocker]
+    memory.release([blocker])
+    [row] = swap_in(memory, swapped)
+
+    assert keys(memory, row) == list(range(10))
+
+
+def test_shared_pages_are_swapped_once_and_shared_again():
+    """10 tokens are 3 pages; two forks each copy the last page: 2 shared and 3 private pages."""
+    memory = one_group()
+    row = started(memory, 10)
+    family = [row, fork(memory, row), fork(memory, row)]
+    for member in family[1:]:
+        grow(memory, member, 1)
+    assert used_pages(memory) == 5
+
+    swapped = swap_out(memory, family)
+    assert (used_pages(memory), swapped.num_bytes) == (0, 5 * 128)
+    memory.store.poison_free(memory)
+    family = swap_in(memory, swapped)
+
+    assert used_pages(memory) == 5
+    assert [keys(memory, member)[:10] for member in family] == [list(range(10))] * 3
+    assert memory.lengths[family].tolist() == [10, 11, 11]
+    grow(memory, family[1], 5)  # the memory still copies a shared page before it is written
+    memory.check()
+
+
+def test_row_uses_all_statistics_by_default_and_no_unknown_ones():
+    memory = with_groups(*GROUPS)
+    assert memory.statistics_of(memory.start()) == NAMES
+    with pytest.raises(ConfigError, match=r"of \['kv.ring', 'kv.sums'\], got \['kv'\]"):
+        memory.start({"kv"})
+
+    assert memory.num_free_rows == 3
+    assert reference_statistics(memory, row_of(memory, 8, ())) is None
+
+
+def test_bytes_of_a_row_include_only_its_own_statistics():
+    memory = with_groups(*GROUPS)
+    kv_bytes = 2 * (2 * TWO_LAYERS.page_class.page_bytes + WINDOW.page_class.page_bytes)
+    sums_bytes, ring_bytes = 4 * TWO_SUMS.page_class.page_bytes, 4 * RING.page_class.page_bytes
+    sizes = {(): 0, ("kv.sums",): sums_bytes, ("kv.ring",): ring_bytes}
+
+    for used, more in sizes.items():
+        row = row_of(memory, 5, used)
+        assert memory.row_bytes(row) == memory.peak_bytes[row] == kv_bytes + more
+    prove_extents(memory, extents_of(memory))
+
+
+def test_statistics_of_another_length_than_the_prefix_are_rejected():
+    memory = with_groups(*GROUPS[:3])
+    row = row_of(memory, 8)
+    cached_reference = reference_pages(memory, row, 0, 4)
+    statistics = reference_statistics(memory, row)
+
+    with pytest.raises(InvariantError, match="statistics at 8 for a prefix of 4"):
+        start_from_references(memory, [cached_reference], statistics)
+
+    assert memory.live_rows.tolist() == [row]
+    memory.check()
+
+
+def ordered_memory():
+    kv = LaneGroup(name="kv", page_class=plain_class(), layers=(0, 1))
+    return with_groups(kv, TWO_SUMS, RING)
+
+
+def test_statistics_of_the_whole_row_replace_those_of_the_head():
+    memory = ordered_memory()
+    row = row_of(memory, 10)
+    assert split_border(memory, row) == 4
+    assert can_split(memory, row, 4)
+    before = {name: keys(memory, row, 1, name=name) for name in ("kv.sums", "kv.ring")}
+
+    swapped = swap_out(memory, [row], keep_from=4)
+    row = row_of(memory, 4)
+    append_tail(memory, row, swapped)
+
+    assert len(before["kv.sums"]) == 10
+    assert {name: keys(memory, row, 1, name=name) for name in before} == before
+    assert keys(memory, row) == expected(10)
+    memory.check()
+
+
+def test_tail_is_not_appended_to_a_head_with_other_statistics():
+    memory = ordered_memory()
+    swapped = swap_out(memory, [row_of(memory, 10, ())], keep_from=4)
+    row = row_of(memory, 4)
+
+    with pytest.raises(ConfigError, match="no statistics of the stored tail"):
+        append_tail(memory, row, swapped)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("kv.sums", -1, "slot counts differ from group 'kv'"),
+        ("kv.ring", 1, "expected 3 records"),
+        ("kv.ring", 0, "slots of a row that does not use it"),
+    ],
+)
+def test_check_detects_wrong_record_counts(name, change, message):
+    memory = with_groups(*GROUPS)
+    row = row_of(memory, 6)
+    memory.tables[name].num_slots[row, 1] += change
+    memory.tables[name].active[row] = bool(change)
+
+    with pytest.raises(InvariantError, match=message):
+        memory.check()
+
+
+@pytest.mark.parametrize("used", [NAMES, {"kv.sums"}, {"kv.ring"}])
+def test_row_from_references_starts_with_copies_of_referenced_statistics(used):
+    memory = with_groups(*GROUPS[:3])
+    row = row_of(memory, 8, used)
+    cached_reference = reference_pages(memory, row, 0, 8)
+    statistics = reference_statistics(memory, row)
+    assert statistics.pages.keys() == used
+    memory.release([row])
+    memory.store.poison_free(memory)
+
+    child = start_from_references(memory, [cached_reference], statistics)
+
+    assert memory.statistics_of(child) == NAMES
+    for name, count in (("kv.sums", 8), ("kv.ring", 3)):
+        zeros = [0] * count
+        assert keys(memory, child, name=name) == (expected(count) if name in used else zeros)
+    release_reference(memory, statistics)
+    grow(memory, child, 3)
+    memory.check()

@@ -1,9 +1,12 @@
-"""Attention statistics equal their definitions for all chunk lengths and batches."""
+"""Attention statistics equal their definitions for all chunks and batches; readers of lanes."""
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from quire.errors import PolicyError
 from quire.kernels.backend import AttentionMath, ChainBackend
 from quire.kernels.select import select_backend
 from quire.kv import statistics as statistics_module
@@ -40,25 +43,17 @@ from support.statistics_account import (
 )
 
 KINDS = (AttentionSum, SquareSum, LowAttentionCount)
-SLOT_STATISTICS = (
-    *(kind(heads) for kind in KINDS for heads in REDUCTIONS),
-    *(kind().each() for kind in KINDS),
-)
+SLOT_STATISTICS = tuple(kind(heads) for kind in KINDS for heads in REDUCTIONS)
+SLOT_STATISTICS += tuple(kind().each() for kind in KINDS)
 OF_QUERIES = (QueryRing(6), QueryMoments(3), QueryMoments(5, squares=True), ResidualSimilarity())
 ALL = SLOT_STATISTICS + OF_QUERIES
-CHUNKS = {  # chunk lengths of the prompt of 30 tokens; 5 more are decoded
-    "whole": [30],
-    "chunks": [11, 2, 9, 8],
-    "tokens": [1] * 30,
-}
+CHUNKS = {"whole": [30], "chunks": [11, 2, 9, 8], "tokens": [1] * 30}
+"""Chunk lengths of the prompt of 30 tokens; 5 more are decoded."""
 PROMPT, TOKENS = 30, 35
 
 
-def backend(name):
-    choice = select_backend(
-        name, CPU, dtype=torch.float32, head_dim=HEAD_DIM, scratch_bytes=1 << 20
-    )
-    return choice.backend
+def backend(name, dtype=torch.float32):
+    return select_backend(name, CPU, dtype=dtype, head_dim=HEAD_DIM, scratch_bytes=1 << 20).backend
 
 
 def chunk_ranges(chunks):
@@ -110,9 +105,8 @@ def test_slot_statistics_equal_their_definition_for_all_chunk_lengths(name, chun
     found = statistics_of(kv, row)
     assert found.keys() == EXPECTED[math].keys()
     for statistic, numbers in EXPECTED[math].items():
-        torch.testing.assert_close(
-            found[statistic].double(), numbers.double(), atol=1e-5, rtol=1e-5, msg=statistic
-        )
+        near = {"atol": 1e-5, "rtol": 1e-5, "msg": statistic}
+        torch.testing.assert_close(found[statistic].double(), numbers.double(), **near)
     kv.memory.check()
 
 
@@ -131,8 +125,8 @@ def test_statistics_of_a_chain_equal_the_reference(codec, chunks, heads_apart, s
         setattr(sequence, name, getattr(sequence, name).to(dtype))
     found = []
     for name, chained in (("reference", False), ("auto", True)):
-        choice = select_backend(name, CPU, dtype=dtype, head_dim=HEAD_DIM, scratch_bytes=1 << 20)
-        kv = make_kv(statistics, backend=choice.backend, heads_apart=heads_apart, codec=codec)
+        options = {"heads_apart": heads_apart, "codec": codec}
+        kv = make_kv(statistics, backend=backend(name, dtype), **options)
         row = start(kv, statistics)
         run(kv, row, sequence, chunks, chained=chained)
         found.append(statistics_of(kv, row))
@@ -143,18 +137,16 @@ def test_statistics_of_a_chain_equal_the_reference(codec, chunks, heads_apart, s
         if statistic.startswith("low") and dtype != torch.float32:
             continue  # a rounded weight can be on either side of the threshold
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-        torch.testing.assert_close(
-            got[statistic], numbers, atol=tolerance, rtol=tolerance, msg=statistic
-        )
+        near = {"atol": tolerance, "rtol": tolerance, "msg": statistic}
+        torch.testing.assert_close(got[statistic], numbers, **near)
 
 
 @pytest.mark.parametrize("name", ["gathered", "auto"])
 def test_sums_of_a_bfloat16_model_do_not_saturate(name):
     """Every query attends to the first token only: a sum of 297; bfloat16 would stay at 292."""
     dtype, tokens = torch.bfloat16, 297
-    choice = select_backend(name, CPU, dtype=dtype, head_dim=HEAD_DIM, scratch_bytes=1 << 20)
-    sums = (AttentionSum(), SquareSum(), AttentionSum("max"))
-    kv, sequence = make_kv(sums, backend=choice.backend, codec="bfloat16"), Sequence(tokens)
+    sums, sequence = (AttentionSum(), SquareSum(), AttentionSum("max")), Sequence(tokens)
+    kv = make_kv(sums, backend=backend(name, dtype), codec="bfloat16")
     sequence.query = torch.ones_like(sequence.query).to(dtype)
     sequence.key, sequence.value = torch.zeros_like(sequence.key), sequence.value.to(dtype)
     sequence.key[:, 0] = 99.0
@@ -188,12 +180,12 @@ def test_scratch_of_recomputed_weights_is_bounded(monkeypatch):
         torch.testing.assert_close(found, numbers, atol=1e-5, rtol=1e-5)
 
 
-# ---- queries -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
+any_chunks = pytest.mark.parametrize(
     ("chunks", "heads_apart"), [("whole", False), ("chunks", True), ("tokens", False)]
 )
+
+
+@any_chunks
 def test_query_ring_holds_the_newest_queries_at_position_modulo_window(chunks, heads_apart):
     kv, sequence, window = make_kv(OF_QUERIES, heads_apart=heads_apart), Sequence(TOKENS), 6
     row = start(kv, OF_QUERIES)
@@ -206,20 +198,12 @@ def test_query_ring_holds_the_newest_queries_at_position_modulo_window(chunks, h
         queries = sequence.query[list(FULL_LAYERS), position].reshape(4, -1)
         assert torch.equal(record[:, :-1], queries)
         assert record[:, -1].tolist() == [position + 1.0] * 4
+    step(kv, {(other := start(kv, OF_QUERIES)): (sequence, 0, 4)})
+    marks = statistics_of(kv, other)["query_ring.6"][:, :, -1]
+    assert marks.tolist() == [[1, 2, 3, 4, 0, 0]] * 4  # unused records have zero
 
 
-def test_query_ring_marks_unused_records_with_zero():
-    kv = make_kv(OF_QUERIES)
-    row = start(kv, OF_QUERIES)
-    step(kv, {row: (Sequence(TOKENS), 0, 4)})
-
-    marks = statistics_of(kv, row)["query_ring.6"][:, :, -1]
-    assert marks.tolist() == [[1, 2, 3, 4, 0, 0]] * 4
-
-
-@pytest.mark.parametrize(
-    ("chunks", "heads_apart"), [("whole", False), ("chunks", True), ("tokens", False)]
-)
+@any_chunks
 def test_query_moments_are_those_of_all_pre_rope_queries(chunks, heads_apart):
     kv, sequence, skip = make_kv(OF_QUERIES, heads_apart=heads_apart), Sequence(TOKENS), 3
     row = start(kv, OF_QUERIES)
@@ -252,9 +236,6 @@ def test_residual_similarity_sums_the_cosines_of_all_tokens(chunks):
     assert found[:, 0, 1].tolist() == [TOKENS] * 4
 
 
-# ---- layers that read the same lanes -------------------------------------------------------------
-
-
 @every_pair(heads_apart=[False, True], chunks=CHUNKS, name=["reference", "gathered", "auto"])
 def test_layers_that_read_one_lane_count_together(name, chunks, heads_apart):
     """Two layers with equal keys and values: their statistics apart, added or side by side."""
@@ -282,12 +263,8 @@ def test_layers_that_read_one_lane_count_together(name, chunks, heads_apart):
             expected = torch.cat([*by_layer], dim=1)
         else:
             expected = by_layer.sum(dim=0)
-        torch.testing.assert_close(
-            got.view(expected.shape), expected, atol=1e-5, rtol=1e-5, msg=statistic.name
-        )
-
-
-# ---- the batch -----------------------------------------------------------------------------------
+        near = {"atol": 1e-5, "rtol": 1e-5, "msg": statistic.name}
+        torch.testing.assert_close(got.view(expected.shape), expected, **near)
 
 
 @pytest.mark.parametrize(("name", "heads_apart"), [("gathered", False), ("auto", True)])
@@ -295,13 +272,9 @@ def test_statistics_do_not_depend_on_the_rest_of_the_batch(name, heads_apart):
     """Rows with all, some and no statistics, at different lengths and in mixed steps."""
     kv = make_kv(ALL, backend=backend(name), heads_apart=heads_apart)
     requested_statistics = [ALL, (AttentionSum("max"), QueryRing(6)), (), ALL]
+    names = ["chunks", "whole", "tokens", "tokens"]
     rows = [start(kv, statistics) for statistics in requested_statistics]
-    cuts = [
-        chunk_ranges("chunks"),
-        chunk_ranges("whole"),
-        chunk_ranges("tokens"),
-        chunk_ranges("tokens"),
-    ]
+    cuts = [chunk_ranges(chunks) for chunks in names]
     while any(cuts):
         due = {
             row: (Sequence(TOKENS, seed), *chunks.pop(0))
@@ -310,18 +283,16 @@ def test_statistics_do_not_depend_on_the_rest_of_the_batch(name, heads_apart):
         }
         step(kv, due)
 
-    for seed, (row, statistics, chunks) in enumerate(
-        zip(rows, requested_statistics, ["chunks", "whole", "tokens", "tokens"], strict=True)
-    ):
+    requests = zip(rows, requested_statistics, names, strict=True)
+    for seed, (row, statistics, chunks) in enumerate(requests):
         alone = make_kv(ALL, backend=backend(name), heads_apart=heads_apart)
         other = start(alone, statistics)
         run(alone, other, Sequence(TOKENS, seed), chunks)
         found, expected = statistics_of(kv, row), statistics_of(alone, other)
         assert found.keys() == expected.keys() == {s.name for s in statistics}
         for statistic in expected:
-            torch.testing.assert_close(
-                found[statistic], expected[statistic], atol=1e-6, rtol=1e-6, msg=statistic
-            )
+            near = {"atol": 1e-6, "rtol": 1e-6, "msg": statistic}
+            torch.testing.assert_close(found[statistic], expected[statistic], **near)
 
 
 class RecordsSumRequests:
@@ -338,14 +309,6 @@ class RecordsSumRequests:
         return self._inner.attend(*arguments, column_sums=column_sums)
 
 
-def requested(statistics, rows, tokens):
-    """For each of the three layers, whether a step requests column sums."""
-    recording = RecordsSumRequests()
-    kv = make_kv(statistics, backend=recording)
-    step(kv, {start(kv, names): (Sequence(TOKENS), 0, tokens) for names in rows})
-    return recording.sums
-
-
 @pytest.mark.parametrize(
     ("rows", "tokens", "layers"),
     [
@@ -357,7 +320,10 @@ def requested(statistics, rows, tokens):
     ],
 )
 def test_column_sums_are_requested_only_for_statistics_that_need_them(rows, tokens, layers):
-    assert requested(ALL, rows, tokens) == layers
+    recording = RecordsSumRequests()
+    kv = make_kv(ALL, backend=recording)
+    step(kv, {start(kv, names): (Sequence(TOKENS), 0, tokens) for names in rows})
+    assert recording.sums == layers
 
 
 @pytest.mark.parametrize("name", ["gathered", "auto"])
@@ -366,9 +332,8 @@ def test_attention_output_is_equal_with_and_without_statistics(name):
     for statistics in ((), ALL):
         kv = make_kv(ALL, backend=backend(name))
         row = start(kv, statistics)
-        outputs.append(
-            [step(kv, {row: (Sequence(TOKENS), *chunks)}) for chunks in chunk_ranges("chunks")]
-        )
+        steps = [(Sequence(TOKENS), *chunks) for chunks in chunk_ranges("chunks")]
+        outputs.append([step(kv, {row: one}) for one in steps])
 
     for plain, with_statistics in zip(*outputs, strict=True):
         assert torch.equal(plain, with_statistics)
@@ -383,15 +348,11 @@ def test_scratch_of_column_sums_is_reported():
     assert kv.peak_scratch_bytes == NUM_HEADS * 16 * 4
 
 
-# ---- evicted tokens, forked and swapped rows -----------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["gathered", "auto"])
 def test_statistics_of_an_evicted_token_are_cleared_before_its_slot_is_reused(name):
-    kv, sequence, rng = (
+    kv, sequence = (
         make_kv(SLOT_STATISTICS, backend=backend(name), heads_apart=True),
         Sequence(TOKENS),
-        np,
     )
     row, lanes = start(kv, SLOT_STATISTICS), accounts(Sequence(TOKENS))
     for first, end in chunk_ranges("chunks"):
@@ -400,7 +361,7 @@ def test_statistics_of_an_evicted_token_are_cleared_before_its_slot_is_reused(na
             for position in range(first, end):
                 lane.see(position, SLOT_STATISTICS)
         if end in (13, 22, 30, 33):
-            evict_random_tokens(kv, row, lanes, rng.random.default_rng(end))
+            evict_random_tokens(kv, row, lanes, np.random.default_rng(end))
 
     found = statistics_of(kv, row)
     for statistic in SLOT_STATISTICS:
@@ -455,3 +416,105 @@ def test_window_layers_have_no_statistics():
     assert {pages.group.layers for pages in kv.statistics["full"]} == {FULL_LAYERS}
     assert name not in kv.statistics
     assert LaneReader(kv, name, row).statistics == {}
+
+
+STATISTICS = (AttentionSum(), QueryRing(4))
+
+
+def evicted_row(heads_apart, seed, page_tokens=4):
+    """A row after three evictions, and the expected positions of each lane."""
+    kv = make_kv(STATISTICS, heads_apart=heads_apart, page_tokens=page_tokens)
+    sequence = Sequence(40)
+    rng, row = np.random.default_rng(seed), start(kv, STATISTICS)
+    held = [[] for _ in range(4)]
+    for first, end in ((0, 12), (12, 20), (20, 23), (23, 40)):
+        step(kv, {row: (sequence, first, end)})
+        for lane in held:
+            lane.extend(range(first, end))
+        if end == 40:
+            break
+        reader = LaneReader(kv, "full", row)
+        keep = reader.positions >= 0
+        for lane in range(4):
+            shared = lane if heads_apart else lane // 2 * 2
+            if shared == lane:
+                count, share = int((reader.positions[lane] >= 0).sum()), rng.choice([0.1, 0.6])
+                evicted = rng.random(count) < share
+            if not heads_apart:  # lanes of a group of layers: equal counts
+                evicted[:] = np.arange(len(evicted)) % 3 == 1
+            keep[lane, : len(evicted)] = torch.from_numpy(~evicted)
+            held[lane] = [p for p, gone in zip(held[lane], evicted, strict=True) if not gone]
+        evict(kv, row, reader.unsort(keep))
+    return kv, sequence, row, held
+
+
+@given(heads_apart=st.booleans(), seed=st.integers(0, 500), page_tokens=st.sampled_from([1, 4, 16]))
+def test_lane_reader_is_in_order_of_positions(heads_apart, seed, page_tokens):
+    kv, sequence, row, held = evicted_row(heads_apart, seed, page_tokens)
+    reader = LaneReader(kv, "full", row)
+    keys, values = reader.keys(), reader.values()
+
+    assert reader.heads_per_layer == 2
+    assert reader.layers == FULL_LAYERS
+    widest = max(map(len, held))
+    for lane, positions in enumerate(held):
+        padded = positions + [-1] * (widest - len(positions))
+        assert reader.positions[lane].tolist() == padded
+        layer, head = FULL_LAYERS[lane // 2], lane % 2
+        for found, stored in ((keys, sequence.key), (values, sequence.value)):
+            assert torch.equal(found[lane, : len(positions)], stored[layer, positions, head])
+            assert not found[lane, len(positions) :].any()
+
+
+@given(heads_apart=st.booleans(), seed=st.integers(0, 500))
+def test_unsort_maps_a_mask_back_to_slots(heads_apart, seed):
+    """Retain the even positions only."""
+    kv, _, row, held = evicted_row(heads_apart, seed)
+    reader = LaneReader(kv, "full", row)
+    keep = reader.positions % 2 == 0  # -1 is odd
+    evict(kv, row, reader.unsort(keep))
+
+    after = LaneReader(kv, "full", row).positions
+    for lane, positions in enumerate(held):
+        assert after[lane][after[lane] >= 0].tolist() == [p for p in positions if p % 2 == 0]
+
+
+def test_reader_of_one_layer_equals_its_part_of_all_layers():
+    kv, _, row, _ = evicted_row(heads_apart=True, seed=1)
+    whole = LaneReader(kv, "full", row)
+    for layer in range(2):
+        part = LaneReader(kv, "full", row, range(layer, layer + 1))
+        lanes = slice(2 * layer, 2 * layer + 2)
+        width = part.positions.shape[1]
+        assert part.layers == (FULL_LAYERS[layer],)
+        assert torch.equal(part.positions, whole.positions[lanes, :width])
+        assert torch.equal(part.keys(), whole.keys()[lanes, :width])
+        for name, numbers in part.statistics.items():
+            expected = whole.statistics[name][lanes]
+            assert torch.equal(numbers, expected if "ring" in name else expected[:, :width])
+        mask = part.positions >= 0
+        assert part.unsort(mask).sum(axis=1).tolist() == mask.sum(dim=1).tolist()
+
+
+def test_different_masks_of_heads_in_one_page_are_rejected():
+    kv, _, row, _ = evicted_row(heads_apart=False, seed=0)
+    empty = LaneReader(kv, "full", start(kv, STATISTICS))
+    assert (empty.positions.shape, empty.keys().shape) == ((4, 0), (4, 0, HEAD_DIM))
+    reader = LaneReader(kv, "full", row)
+    keep = reader.positions >= 0
+    keep[1, 0] = False
+
+    with pytest.raises(PolicyError, match="needs one-head pages"):
+        reader.unsort(keep)
+
+
+def test_positions_of_an_ordered_group_come_from_the_table():
+    kv, sequence = make_kv(()), Sequence(40)
+    row = start(kv, ())
+    for first in range(0, 40, 8):
+        step(kv, {row: (sequence, first, first + 8)})
+    reader = LaneReader(kv, "window_5", row)
+
+    held = kv.memory.tables["window_5"].num_slots[row, 0]
+    assert reader.positions.tolist() == [list(range(40 - held, 40))] * 2
+    assert torch.equal(reader.keys(), sequence.key[1, 40 - held :].transpose(0, 1))

@@ -1,20 +1,29 @@
-"""Attention over pages: every backend equals the reference for all kinds of lanes."""
+"""Attention over pages: every backend equals the reference, codes equal decoded values.
+
+Each quantized memory has a float32 twin that stores the decoded values. Both memories run the same
+steps, evictions, forks and swaps; codes move bit for bit.
+"""
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.codecs.registry import make_codec
+from quire.errors import InvariantError
 from quire.kernels.backend import AttentionMath
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention, attend_reference
 from quire.kernels.select import select_backend
 from quire.kv.compaction import commit_compaction, plan_compaction
-from quire.kv.paged_kv import PagedKV, allocate_kv
+from quire.kv.lane_reader import LaneReader
+from quire.kv.paged_kv import allocate_kv
+from quire.kv.sharing import fork
 from quire.kv.step import StepAttention
-from quire.layout.codec_names import codec_spec
-from quire.layout.pages import CacheLayout, LaneGroup, PageClass, kv_pages
+from quire.kv.swap import swap_in, swap_out
+from quire.layout.codec_names import CODECS, codec_pair
+from quire.layout.pages import CacheLayout, LaneGroup, kv_pages
 
 NUM_HEADS = 4
 LAYERS = ((2, 10, 6), (4, 8, 8), (2, 10, 6), (2, 6, 12))
@@ -22,71 +31,68 @@ LAYERS = ((2, 10, 6), (4, 8, 8), (2, 10, 6), (2, 6, 12))
 CPU = torch.device("cpu")
 
 
-def make_layout(page_tokens: int, dtype: str) -> CacheLayout:
+def pages_of(codec, head_dim, value_dim, **shape):
+    key, value = codec_pair(codec)
+    return kv_pages(key=key, value=value, head_dim=head_dim, value_dim=value_dim, **shape)
+
+
+def make_layout(page_tokens, dtype):
     """Two full layers, a window layer, and a layer with one-head pages, each of other widths."""
-    numbers = codec_spec(dtype)
 
-    def pages(layer: int, *, lanes: int = 1, positions: bool = True) -> PageClass:
-        heads, head_dim, value_dim = LAYERS[layer]
-        return kv_pages(
-            key=numbers,
-            value=numbers,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            heads=heads // lanes,
-            tokens=page_tokens,
-            positions=positions,
-        )
+    def pages(layer, *, lanes=1, positions=True):
+        heads, *dims = LAYERS[layer]
+        shape = {"heads": heads // lanes, "tokens": page_tokens, "positions": positions}
+        return pages_of(dtype, *dims, **shape)
 
+    ragged = {"lanes_per_layer": 2, "ordered": False}
     return CacheLayout(
         (
             LaneGroup(name="full", page_class=pages(0), layers=(0, 2), ordered=False),
             LaneGroup(name="window", page_class=pages(1, positions=False), layers=(1,), window=5),
-            LaneGroup(
-                name="ragged",
-                page_class=pages(3, lanes=2),
-                layers=(3,),
-                lanes_per_layer=2,
-                ordered=False,
-            ),
+            LaneGroup(name="ragged", page_class=pages(3, lanes=2), layers=(3,), **ragged),
         )
     )
 
 
-def make_kv(page_tokens: int, backend, dtype: str = "float32") -> PagedKV:
+def make_kv(page_tokens, backend, dtype="float32"):
     layout = make_layout(page_tokens, dtype)
     kv = allocate_kv(layout, layout.smallest_sequence_bytes * 200, 8, device=CPU, backend=backend)
     kv.store.arena.fill_(0xFF)  # NaN in every float type: detects reads of free slots
     return kv
 
 
-def start_rows(kvs: list[PagedKV], count: int) -> list[int]:
+def start_rows(kvs, count):
     for kv in kvs:
         rows = [kv.memory.start() for _ in range(count)]
     return rows
 
 
-def run_step(kv: PagedKV, tokens: dict[int, int], tensors, math: AttentionMath):
-    """Grow the rows, then attend in every layer; returns [tokens, heads, dim] of each."""
+def grown_step(kv, tokens):
+    """Grow rows; rows of one token are first in a step."""
     order = sorted(tokens, key=lambda row: tokens[row] != 1)
     rows = np.array(order, dtype=np.int64)
     counts = np.array([tokens[row] for row in order], dtype=np.int32)
     kv.memory.grow(rows, counts)
-    step = StepAttention(kv, rows, counts)
+    return StepAttention(kv, rows, counts)
+
+
+def run_step(kv, tokens, tensors, math):
+    """Grow the rows, then attend in every layer; returns [tokens, heads, dim] of each."""
+    step = grown_step(kv, tokens)
     return [step.attend(layer, math, *parts) for layer, parts in enumerate(tensors)]
 
 
-def draw_tensors(generator: torch.Generator, count: int, dtype: torch.dtype):
+def draw_tensors(generator, count, dtype=torch.float32):
+    def drawn(*shape):
+        return torch.randn(count, *shape, generator=generator).to(dtype)
+
     return [
-        [
-            torch.randn(count, number, dim, generator=generator).to(dtype)
-            for number, dim in ((NUM_HEADS, key_dim), (heads, key_dim), (heads, value_dim))
-        ]
+        [drawn(NUM_HEADS, key_dim), drawn(heads, key_dim), drawn(heads, value_dim)]
         for heads, key_dim, value_dim in LAYERS
     ]
 
 
-def evict_some(kvs: list[PagedKV], row: int, rng: np.random.Generator) -> None:
+def evict_some(kvs, row, rng):
     for name in ("full", "ragged"):
         slots = kvs[0].memory.tables[name].num_slots[row]
         keep = rng.random((len(slots), int(slots.max(initial=0)))) < 0.7
@@ -107,26 +113,16 @@ def evict_some(kvs: list[PagedKV], row: int, rng: np.random.Generator) -> None:
 )
 def test_backends_equal_the_reference(name, seed, page_tokens, softcap, sinks, scratch_bytes):
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    kvs = [
-        make_kv(page_tokens, ReferenceAttention()),
-        make_kv(
-            page_tokens,
-            select_backend(
-                name,
-                CPU,
-                dtype=torch.float32,
-                head_dim={layer[1:] for layer in LAYERS},
-                scratch_bytes=scratch_bytes,
-            ).backend,
-        ),
-    ]
+    options = {"head_dim": {layer[1:] for layer in LAYERS}, "scratch_bytes": scratch_bytes}
+    choice = select_backend(name, CPU, dtype=torch.float32, **options)
+    kvs = [make_kv(page_tokens, backend) for backend in (ReferenceAttention(), choice.backend)]
     logits = torch.randn(NUM_HEADS, generator=generator) if sinks else None
     math = AttentionMath(scale=0.4, softcap=softcap, sinks=logits)
     rows = start_rows(kvs, 4)
     for _ in range(5):
         chosen = [row for row in rows if rng.random() < 0.8] or rows
         tokens = {row: int(rng.choice([1, 1, 2, 7, 20])) for row in chosen}
-        tensors = draw_tensors(generator, sum(tokens.values()), torch.float32)
+        tensors = draw_tensors(generator, sum(tokens.values()))
         expected, got = (run_step(kv, tokens, tensors, math) for kv in kvs)
 
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
@@ -151,51 +147,269 @@ def test_half_precision_pages_stay_near_the_float32_reference(dtype):
 
 
 def test_column_sums_of_the_reference_are_the_attention_per_slot():
-    """Column sums: softmax rows sum to one, so the sums over slots count the queries.
-
-    Two slots, two queries, equal products: query 0 sees slot 0 only (weight 1), query 1 sees both
-    (1/2 each): column sums are 1.5 and 0.5.
-    """
-    query = torch.zeros(2, 1, 4)
-    key = value = torch.randn(2, 1, 4)
-    positions = torch.arange(2)
-    out, sums = attend_reference(
-        query,
-        key,
-        value,
-        math=AttentionMath(scale=1.0),
-        query_positions=positions,
-        key_positions=positions,
-    )
+    """Of two equal products, query 0 sees slot 0 only (weight 1), query 1 both (1/2 each)."""
+    query, key, math = torch.zeros(2, 1, 4), torch.randn(2, 1, 4), AttentionMath(scale=1.0)
+    positions = {"query_positions": torch.arange(2), "key_positions": torch.arange(2)}
+    out, sums = attend_reference(query, key, key, math=math, **positions)
 
     assert sums.tolist() == [[1.5, 0.5]]
-    torch.testing.assert_close(out[1], value.mean(dim=0))
+    torch.testing.assert_close(out[1], key.mean(dim=0))
 
 
-def test_scratch_is_bounded_and_reported():
-    """Sixteen rows of 32 slots hold 4 KiB of keys and values each in one layer."""
+@pytest.mark.parametrize(("tokens", "one_row"), [([31, 1], 4_096), ([1, 1], 0)])
+def test_scratch_is_bounded_and_reported(tokens, one_row):
+    """Eight rows of 32 slots, or of 2 slots in pages of 16 (2 KiB), in one layer."""
     backend = GatheredAttention(CPU, scratch_bytes=8_192)
-    kv = make_kv(16, backend)
+    kv, generator = make_kv(16, backend), torch.Generator().manual_seed(0)
     rows = [kv.memory.start() for _ in range(8)]
-    generator = torch.Generator().manual_seed(0)
-    math = AttentionMath(scale=1.0)
-    run_step(kv, dict.fromkeys(rows, 31), draw_tensors(generator, 31 * 8, torch.float32), math)
-    run_step(kv, dict.fromkeys(rows, 1), draw_tensors(generator, 8, torch.float32), math)
+    for count in tokens:
+        tensors = draw_tensors(generator, count * 8)
+        run_step(kv, dict.fromkeys(rows, count), tensors, AttentionMath(scale=1.0))
 
-    one_row = 32 * 2 * (10 + 6) * 4
-    assert one_row == 4_096
+    assert one_row in (0, 32 * 2 * (10 + 6) * 4)
     assert one_row <= backend.peak_scratch_bytes <= 8_192
 
 
-def test_scratch_counts_whole_pages_of_short_rows():
-    """Eight rows of 2 slots in pages of 16: 8 pages of 2 KiB are gathered, not 2 KiB."""
-    backend = GatheredAttention(CPU, scratch_bytes=8_192)
-    kv = make_kv(16, backend)
-    rows = [kv.memory.start() for _ in range(8)]
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(2):
-        tensors = draw_tensors(generator, 8, torch.float32)
-        run_step(kv, dict.fromkeys(rows, 1), tensors, AttentionMath(scale=1.0))
+HEAD_DIM, VALUE_DIM, NUM_KV_HEADS, CODED_LAYERS = 16, 32, 2, 3
+PAGE = 4
+BY_TOKEN = [name for name, codec in CODECS.items() if not codec.is_plain and not codec.per_page]
+BY_TOKEN = [name for name in BY_TOKEN if not CODECS[name].constants]
+BY_TOKEN += ["int4:group=8", "int8/int4", "float32/int8", "int4_hadamard/float32"]
 
-    assert 16 * 2 * (10 + 6) * 4 == 2_048
-    assert backend.peak_scratch_bytes <= 8_192
+
+def make_coded_kv(codec, backend, page_tokens):
+    """Make a memory with an unordered layer, a layer with one-head pages and a window layer."""
+
+    def pages(heads, *, positions=True):
+        shape = {"heads": heads, "tokens": page_tokens, "positions": positions}
+        return pages_of(codec, HEAD_DIM, VALUE_DIM, **shape)
+
+    ragged = {"lanes_per_layer": 2, "ordered": False}
+    ordered = pages(NUM_KV_HEADS, positions=False)
+    layout = CacheLayout(
+        (
+            LaneGroup(name="full", page_class=pages(NUM_KV_HEADS), layers=(0,), ordered=False),
+            LaneGroup(name="ragged", page_class=pages(1), layers=(1,), **ragged),
+            LaneGroup(name="window", page_class=ordered, layers=(2,), window=7),
+        )
+    )
+    num_pages = max(150, 600 // page_tokens)  # at most six rows of 80 tokens, and copies of forks
+    total_bytes = layout.smallest_sequence_bytes * num_pages
+    kv = allocate_kv(layout, total_bytes, 8, device=CPU, backend=backend)
+    kv.store.arena.fill_(0xFF)  # NaN in every float type; no encoder writes this code
+    return kv
+
+
+class Twins:
+    """A quantized memory and its float32 twin, always in the same state."""
+
+    def __init__(self, codec, backend, page_tokens, seed):
+        sides = zip(codec_pair(codec), (HEAD_DIM, VALUE_DIM), strict=True)
+        self.codecs = [make_codec(*side) for side in sides]
+        self.coded = make_coded_kv(codec, backend, page_tokens)
+        self.plain = make_coded_kv("float32", GatheredAttention(CPU), page_tokens)
+        self.both = (self.coded, self.plain)
+        self.rng = np.random.default_rng(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def start(self):
+        _, row = [kv.memory.start() for kv in self.both]
+        return row
+
+    def step(self, tokens):
+        """Grow rows, compute attention in all layers, and compare the outputs."""
+        coded, plain = (grown_step(kv, tokens) for kv in self.both)
+        for layer in range(CODED_LAYERS):
+            query, key, value = self.draw(sum(tokens.values()))
+            got = coded.attend(layer, MATH, query, key, value)
+            decoded = [
+                codec.decode(codec.encode(x[:, :, None])).squeeze(2)
+                for codec, x in zip(self.codecs, (key, value), strict=True)
+            ]
+            expected = plain.attend(layer, MATH, query, *decoded)
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+    def draw(self, count):
+        shapes = (NUM_HEADS, HEAD_DIM), (NUM_KV_HEADS, HEAD_DIM), (NUM_KV_HEADS, VALUE_DIM)
+        return [torch.randn(count, *shape, generator=self.generator) for shape in shapes]
+
+    def evict(self, row):
+        for name in ("full", "ragged"):
+            slots = self.coded.memory.tables[name].num_slots[row]
+            keep = self.rng.random((len(slots), int(slots.max(initial=0)))) < 0.7
+            keep[:, :1] = True
+            for kv in self.both:
+                commit_compaction(kv.memory, plan_compaction(kv.memory, name, row, keep))
+
+    def fork(self, row):
+        _, child = [fork(kv.memory, row) for kv in self.both]
+        return child
+
+    def swap(self, row):
+        for kv in self.both:
+            swapped = swap_out(kv.memory, [row])
+            if not kv.memory.used_bytes:
+                kv.store.arena.fill_(0xFF)
+            [back] = swap_in(kv.memory, swapped)
+        return back
+
+    def compare(self, row):
+        """Check that the quantized lanes decode to the twin's values, bit for bit."""
+        for name in ("full", "ragged"):
+            coded, plain = (LaneReader(kv, name, row) for kv in self.both)
+            assert torch.equal(coded.positions, plain.positions)
+            assert torch.equal(coded.keys(), plain.keys())
+            assert torch.equal(coded.values(), plain.values())
+
+
+MATH = AttentionMath(scale=HEAD_DIM**-0.5)
+
+
+@pytest.mark.parametrize("codec", BY_TOKEN)
+@settings(max_examples=4)
+@given(
+    seed=st.integers(0, 10_000),
+    page_tokens=st.sampled_from([1, 3, 16]),
+    scratch_bytes=st.sampled_from([1, 20_000, 1 << 26]),
+)
+def test_attention_over_codes_equals_attention_over_decoded_values(
+    codec, seed, page_tokens, scratch_bytes
+):
+    backend = GatheredAttention(CPU, scratch_bytes=scratch_bytes)
+    twins = Twins(codec, backend, page_tokens, seed)
+    rows = [twins.start() for _ in range(3)]
+    for _ in range(4):
+        chosen = [row for row in rows if twins.rng.random() < 0.8] or rows
+        twins.step({row: int(twins.rng.choice([1, 1, 2, 9, 20])) for row in chosen})
+        twins.evict(int(twins.rng.choice(rows)))
+        rows[0] = twins.swap(rows[0])
+        if len(rows) < 6:
+            rows.append(twins.fork(int(twins.rng.choice(rows))))
+        for row in rows:
+            twins.compare(row)
+        for kv in twins.both:
+            kv.memory.check()
+
+
+@pytest.mark.parametrize("codec", BY_TOKEN)
+def test_reference_backend_attends_to_codes(codec):
+    twins = Twins(codec, ReferenceAttention(), 4, seed=1)
+    rows = [twins.start() for _ in range(2)]
+    for count in (9, 1, 6):
+        twins.step(dict.fromkeys(rows, count))
+        twins.evict(rows[0])
+
+
+def slot_bytes(kv, name, row):
+    """All bytes of each slot (codes, scales, outliers) by lane and position."""
+    table, found = kv.memory.tables[name], {}
+    views = kv.store.views(table.group.page_class)
+    for lane, held in enumerate(table.num_slots[row].tolist()):
+        for slot in range(held):
+            page, offset = int(table.pages[row, lane, slot // PAGE]), slot % PAGE
+            planes = [plane[page, :, offset] for plane in views.by_slot]
+            raw = b"".join(plane.contiguous().numpy().tobytes() for plane in planes)
+            found[lane, int(views.positions[page, offset])] = raw
+    return found
+
+
+@pytest.mark.parametrize("codec", BY_TOKEN)
+def test_codes_and_scales_move_bit_for_bit(codec):
+    """Evictions move slots into holes; forks and swaps copy pages."""
+    kv = make_coded_kv(codec, GatheredAttention(CPU), PAGE)
+    row, generator = kv.memory.start(), torch.Generator().manual_seed(4)
+    step = grown_step(kv, {row: 23})
+    for layer in range(CODED_LAYERS):
+        shapes = (NUM_HEADS, HEAD_DIM), (2, HEAD_DIM), (2, VALUE_DIM)
+        tensors = [torch.randn(23, *shape, generator=generator) for shape in shapes]
+        step.attend(layer, MATH, *tensors)
+    written = {name: slot_bytes(kv, name, row) for name in ("full", "ragged")}
+
+    child = fork(kv.memory, row)
+    for name, before in written.items():
+        lanes = 1 if name == "full" else 2
+        keep = np.random.default_rng(5).random((lanes, 23)) < 0.6
+        plan = plan_compaction(kv.memory, name, row, keep)
+        assert len(plan.moves)
+        commit_compaction(kv.memory, plan)
+        after = slot_bytes(kv, name, row)
+        assert len(after) == keep.sum()
+        assert after.items() <= before.items()
+    after_eviction = {name: slot_bytes(kv, name, row) for name in written}
+    swapped = swap_out(kv.memory, [row, child])
+    kv.store.arena.fill_(0xFF)
+    row, child = swap_in(kv.memory, swapped)
+
+    assert {name: slot_bytes(kv, name, row) for name in written} == after_eviction
+    assert {name: slot_bytes(kv, name, child) for name in written} == written
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4_outliers"])
+def test_slots_move_identically_in_c_and_in_torch(codec):
+    """The arenas are equal byte for byte, if the C extension was built."""
+    options = {"head_dim": {(HEAD_DIM, VALUE_DIM)}, "scratch_bytes": 1 << 20}
+    auto = select_backend("auto", CPU, dtype=torch.float32, **options)
+    arenas = []
+    for backend in (auto.backend, GatheredAttention(CPU)):
+        twins = Twins(codec, backend, 4, seed=3)
+        row = twins.start()
+        for _ in range(3):
+            twins.step({row: 11})
+            twins.evict(row)
+        twins.compare(row)
+        arenas.append(twins.coded.store.arena)
+
+    assert torch.equal(*arenas)
+
+
+class RecordsColumnSums:
+    """A backend that computes column sums in every call of `attend`."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def attend(self, *arguments, **_options):
+        self.column_sums = torch.zeros(3, NUM_HEADS, 16)
+        return self._inner.attend(*arguments, column_sums=self.column_sums)
+
+
+def test_column_sums_over_codes_equal_those_of_the_reference():
+    backends = [RecordsColumnSums(b) for b in (GatheredAttention(CPU), ReferenceAttention())]
+    twins = Twins("int4", backends[0], 4, seed=5)
+    reference = make_coded_kv("int4", backends[1], 4)
+    rows = [twins.start() for _ in range(3)]
+    assert rows == [reference.memory.start() for _ in range(3)]
+    for tokens in ([6, 6, 6], [1, 1, 5]):
+        drawn = twins.draw(sum(tokens))
+        for kv in (twins.coded, reference):
+            counts = dict(zip(rows, tokens, strict=True))
+            grown_step(kv, counts).attend(0, MATH, *drawn)
+        sums = [backend.column_sums for backend in backends]
+
+        torch.testing.assert_close(*sums, atol=1e-5, rtol=1e-4)
+        assert sums[0].sum() == pytest.approx(NUM_HEADS * sum(tokens), rel=1e-4)
+
+
+def test_scratch_includes_decoded_values_and_stays_below_its_limit():
+    """32 slots of two heads of 16 + 32: float32 keys and values, and a temporary copy: 24 KiB."""
+    backend = GatheredAttention(CPU, scratch_bytes=40_000)
+    twins = Twins("int4", backend, 16, seed=0)
+    rows = [twins.start() for _ in range(8)]
+    twins.step(dict.fromkeys(rows, 31))
+    twins.step(dict.fromkeys(rows, 1))
+
+    one_row = 32 * NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM) * 2 * 4
+    assert one_row == 24_576
+    assert one_row <= backend.peak_scratch_bytes <= 40_000
+
+
+def test_slot_with_shared_scales_cannot_be_moved():
+    kv = make_coded_kv("int4_page", GatheredAttention(CPU), 4)
+    page_class = kv.memory.layout.groups[0].page_class
+    slot = np.array([0], dtype=np.int32), np.array([1])
+
+    with pytest.raises(InvariantError, match="slots of pages in int4_page cannot move"):
+        kv.store.move_slots(page_class, slot, slot)

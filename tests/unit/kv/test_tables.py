@@ -1,14 +1,17 @@
-"""Page tables: growth, tracked changes, dropped pages, windows and truncation."""
+"""Page tables on the host and on devices, and flat batches."""
 
 import numpy as np
 import pytest
+import torch
 
 from quire.errors import ConfigError, InvariantError
+from quire.kv.flat_batch import DeviceTable, FlatBatch
 from quire.kv.sharing import fork
 from quire.kv.tables import INITIAL_PAGES_PER_LANE, NO_PAGE, LaneTable
 from quire.layout.pages import LaneGroup
 from support.small_memory import drop_pages, grow, one_group, plain_class, started, used_pages
 
+ONE_LAYER = LaneGroup(name="kv", page_class=plain_class(), layers=(0,))
 GROUP = LaneGroup(name="kv", page_class=plain_class(), layers=(0, 1))  # 4 tokens per page
 
 
@@ -27,6 +30,7 @@ def test_pages_are_appended_to_lanes_in_row_major_order():
     assert table.pages[0, :, :3].tolist() == [[2, NO_PAGE, NO_PAGE], [3, 4, 5]]
     assert table.num_pages.tolist() == [[1, 3], [0, 0], [3, 1]]
     assert table.pages[entries].tolist() == [0, 1, 2, 3, 4, 5]
+    assert not len(table.drain_changes())  # it does not track them
 
 
 def test_growth_of_a_table_increments_its_version():
@@ -43,16 +47,13 @@ def test_growth_of_a_table_increments_its_version():
     assert table.capacity == 2 * INITIAL_PAGES_PER_LANE
     assert (table.pages[other, :, :INITIAL_PAGES_PER_LANE] == before).all()
     assert (table.slot_positions(row, 1) == np.arange(4 * INITIAL_PAGES_PER_LANE + 1)).all()
+    first = row * 2 * table.capacity + INITIAL_PAGES_PER_LANE
+    new_pages = [first, first + table.capacity]  # changes from before the growth are discarded
+    assert table.drain_changes().tolist() == new_pages
     memory.check()
-
-
-def test_table_grows_once_for_a_long_prompt():
     memory = one_group()
-
-    started(memory, 4 * 100)
-
-    assert memory.tables["kv"].capacity == 100
-    assert memory.tables["kv"].version == 1
+    started(memory, 4 * 100)  # grows once for a long prompt
+    assert (memory.tables["kv"].capacity, memory.tables["kv"].version) == (100, 1)
 
 
 def test_drained_changes_are_exactly_the_changed_entries():
@@ -74,24 +75,6 @@ def test_drained_changes_are_exactly_the_changed_entries():
     assert changed_by(lambda: drop_pages(memory, row, [1], lane=1)) == 2
     assert changed_by(lambda: memory.truncate(row, 3)) == 3
     assert changed_by(lambda: memory.release([row])) == 2
-
-
-def test_changes_from_before_a_growth_are_discarded():
-    memory = one_group()
-    row = started(memory, 4 * INITIAL_PAGES_PER_LANE)
-    table = memory.tables["kv"]
-
-    grow(memory, row, 1)
-
-    assert table.drain_changes().tolist() == [row * table.capacity + INITIAL_PAGES_PER_LANE]
-
-
-def test_untracked_table_records_no_changes():
-    table = LaneTable(GROUP, 1)
-
-    table.append(np.array([0]), counts([1, 1]), np.array([0, 1], dtype=np.int32))
-
-    assert len(table.drain_changes()) == 0
 
 
 def test_sliding_window_uses_constant_memory():
@@ -150,3 +133,57 @@ def test_truncation_that_needs_a_freed_window_page_is_rejected():
         memory.truncate(row, 14)
 
     assert memory.lengths[row] == 15
+
+
+def append_to_both(table, first_page):
+    pages = np.array([first_page, first_page + 1], dtype=np.int32)
+    table.append(np.array([0, 1]), np.ones((2, 1), dtype=np.int32), pages)
+
+
+def test_device_table_on_a_cpu_shares_memory_with_the_table():
+    table = LaneTable(ONE_LAYER, 2)
+    device_table = DeviceTable(table, torch.device("cpu"))
+    append_to_both(table, 5)
+
+    assert device_table.current().data_ptr() == table.pages.ctypes.data
+    assert device_table.current()[:, 0, 0].tolist() == [5, 6]
+
+
+def test_device_table_made_in_inference_mode_is_updated_outside_of_it():
+    # steps run in inference mode, evictions between them do not; both update the table
+    table = LaneTable(ONE_LAYER, 2, track_changes=True)
+    device_table = DeviceTable(table, torch.device("meta"))  # any device but the CPU
+    append_to_both(table, 5)
+    with torch.inference_mode():
+        made = device_table.current()
+    append_to_both(table, 7)
+
+    assert device_table.current() is made
+    assert not len(table.drain_changes())
+
+
+def batch(rows, tokens):
+    return FlatBatch.of(np.array(rows), np.array(tokens, dtype=np.int32), torch.device("cpu"))
+
+
+def test_tokens_have_their_row_and_their_offset_in_its_chunk():
+    flat = batch([7, 2, 5], [1, 1, 3])
+
+    assert flat.token_row.tolist() == [0, 1, 2, 2, 2]
+    assert flat.token_offset.tolist() == [0, 0, 0, 1, 2]
+    assert flat.shape.num_decode == 2
+    assert flat.row_index.tolist() == [7, 2, 5]
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "is_reused"),
+    [
+        ([7, 2], [1, 1], True),
+        ([2, 7], [1, 1], False),
+        ([7, 2], [1, 2], False),
+        ([7, 2, 3], [1, 1, 1], False),
+    ],
+)
+def test_batch_is_reused_for_equal_rows_and_tokens_only(rows, tokens, is_reused):
+    flat = batch([7, 2], [1, 1])
+    assert flat.is_for(np.array(rows), np.array(tokens, dtype=np.int32)) == is_reused

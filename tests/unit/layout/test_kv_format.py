@@ -12,24 +12,15 @@ from quire.layout.kv_format import (
     without_records,
 )
 from quire.layout.layout import layout_for, page_and_fixed_bytes, statistics_used
-from quire.layout.model import LayerSpec, ModelSpec
+from support.model_specs import small_spec
 
-MODEL = ModelSpec(
-    architecture="llama",
-    num_layers=6,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    hidden_size=128,
-    intermediate_size=64,
-    vocab_size=128,
-    max_positions=512,
-    tied_embeddings=False,
-    gated_mlp=True,
-    layers=(LayerSpec(), LayerSpec(window=64)) * 3,
-)
+MODEL = small_spec(*(None, 64) * 3, head_dim=32, hidden_size=128, max_positions=512)
 
 MIXED = "int4+residual=64+promoted=32:int8"
+
+
+def layout_of(codec, **options):
+    return layout_for(MODEL, codec=f"{codec}+plain=float16", page_tokens=16, **options)
 
 
 def test_format_has_codecs_and_full_precision_options():
@@ -103,11 +94,7 @@ def test_number_of_newest_tokens_in_full_precision(text, page_tokens, recent):
         ("float16+residual=4", ConfigError, "is unquantized: remove sinks"),
         ("int4+sinks=4+sinks=8", ConfigError, "sinks is repeated"),
         ("int8+sinks=4+plain=int8", ConfigError, "such as float32, got 'int8'; remove it"),
-        (
-            "kivi4:group=16",
-            ConfigError,
-            "kivi4 is the pair int4_page/int4:group=32 .* write both codecs",
-        ),
+        ("kivi4:group=16", ConfigError, "kivi4 is the pair int4_page/int4:group=32 .* write both"),
         (
             "int8/kivi2",
             ConfigError,
@@ -118,6 +105,17 @@ def test_number_of_newest_tokens_in_full_precision(text, page_tokens, recent):
         ("nome", UnknownName, "did you mean none?"),
         ("int8+states=int4", ConfigError, "states to be float32, bfloat16, int8, got 'int4'"),
         ("int8+states=", ConfigError, "states to be float32, bfloat16, int8, got ''"),
+        ("int4+residual=9+promoted=0:int8", ConfigError, "from 1 to 65536, and their codec"),
+        ("int4+residual=9+promoted=int8", ConfigError, "such as promoted=32:int8"),
+        ("int4+residual=9+promoted=3", ConfigError, "such as promoted=32:int8"),
+        ("int4+residual=9+promoted=3:float16", ConfigError, "sinks= and residual= keep tokens in"),
+        ("int4+residual=9+promoted=3:int8/int4_page", ConfigError, "encodes tokens one by one"),
+        ("int4+residual=9+promoted=3:int8_channel", ConfigError, "without measured constants"),
+        ("int4+residual=9+promoted=3:int9", UnknownName, "int9"),
+        ("float32+promoted=3:int8", ConfigError, "is unquantized"),
+        ("int4+promoted=3:int8", ConfigError, "is unset; add residual=64"),
+        ("int4+sinks=4+promoted=3:int8", ConfigError, "is unset; add residual=64"),
+        ("int4+promoted=3:int8+promoted=3:int8", ConfigError, "promoted is repeated"),
     ],
 )
 def test_invalid_format_is_rejected_with_the_reason(text, error, message):
@@ -132,7 +130,7 @@ def test_layout_needs_an_explicit_plain_type():
 
 def test_full_precision_tokens_use_one_page_per_lane_for_any_length():
     """4 + 64 tokens, key and value, 2 heads of 32 elements of 2 bytes."""
-    layout = layout_for(MODEL, codec="int4+sinks=4+residual=64+plain=float16", page_tokens=16)
+    layout = layout_of("int4+sinks=4+residual=64")
     groups = {group.name: group for group in layout.groups}
 
     assert list(groups) == ["full", "full.full_precision", "window_64", "window_64.full_precision"]
@@ -147,13 +145,7 @@ def test_full_precision_tokens_use_one_page_per_lane_for_any_length():
 
 @pytest.mark.parametrize("heads_apart", [False, True])
 def test_full_precision_group_has_the_lanes_and_heads_of_its_group(heads_apart):
-    layout = layout_for(
-        MODEL,
-        codec="int4+sinks=1+plain=float16",
-        page_tokens=16,
-        evicting=True,
-        heads_apart=heads_apart,
-    )
+    layout = layout_of("int4+sinks=1", evicting=True, heads_apart=heads_apart)
     full, exact = layout.groups[:2]
 
     assert exact.of == full.name == "full"
@@ -166,13 +158,9 @@ def test_full_precision_group_has_the_lanes_and_heads_of_its_group(heads_apart):
 @pytest.mark.parametrize("heads_apart", [False, True])
 def test_promoted_tokens_use_one_page_per_evicting_lane(heads_apart):
     """Window lanes are not evicted by a rule; keys in int8, values in fp8, one position each."""
-    layout = layout_for(
-        MODEL,
-        codec="int2+residual=9+promoted=7:int8/fp8+plain=float16",
-        page_tokens=16,
-        evicting=True,
-        heads_apart=heads_apart,
-    )
+    codec = "int2+residual=9+promoted=7:int8/fp8"
+    assert all(group.promoted is None for group in layout_of(codec).groups)
+    layout = layout_of(codec, evicting=True, heads_apart=heads_apart)
     [group] = [group for group in layout.groups if group.promoted is not None]
     full, exact = layout.groups[:2]
 
@@ -184,37 +172,8 @@ def test_promoted_tokens_use_one_page_per_evicting_lane(heads_apart):
     _, fixed_bytes = page_and_fixed_bytes(layout)
     fixed = (exact, group)
     assert fixed_bytes == sum(g.num_lanes * g.page_class.page_bytes for g in fixed)
-    assert statistics_used(layout, ()) == {
-        "full.full_precision",
-        "full.promoted",
-        "window_64.full_precision",
-    }
-
-
-def test_layout_without_eviction_has_no_promoted_group():
-    layout = layout_for(MODEL, codec=f"{MIXED}+plain=float16", page_tokens=16)
-
-    assert all(group.promoted is None for group in layout.groups)
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("int4+residual=9+promoted=0:int8", "from 1 to 65536, and their codec"),
-        ("int4+residual=9+promoted=int8", "such as promoted=32:int8"),
-        ("int4+residual=9+promoted=3", "such as promoted=32:int8"),
-        ("int4+residual=9+promoted=3:float16", r"sinks= and residual= keep tokens in full"),
-        ("int4+residual=9+promoted=3:int8/int4_page", "encodes tokens one by one"),
-        ("int4+residual=9+promoted=3:int8_channel", "without measured constants"),
-        ("float32+promoted=3:int8", "is unquantized"),
-        ("int4+promoted=3:int8", "is unset; add residual=64"),
-        ("int4+sinks=4+promoted=3:int8", "is unset; add residual=64"),
-        ("int4+promoted=3:int8+promoted=3:int8", "promoted is repeated"),
-    ],
-)
-def test_invalid_promotion_is_rejected_with_the_reason(text, reason):
-    with pytest.raises(ConfigError, match=reason):
-        read_format(text)
+    private = {"full.full_precision", "full.promoted", "window_64.full_precision"}
+    assert statistics_used(layout, ()) == private
 
 
 def test_without_records_removes_the_promotion_only():
@@ -223,20 +182,11 @@ def test_without_records_removes_the_promotion_only():
     assert without_records("int8/int4") == "int8/int4"
 
 
-def test_unknown_promotion_codec_is_named():
-    with pytest.raises(UnknownName, match="int9"):
-        read_format("int4+residual=9+promoted=3:int9")
-
-
 def test_full_precision_window_is_limited_by_the_sliding_window():
-    layout = layout_for(MODEL, codec="int4+residual=100+plain=float16", page_tokens=16)
+    groups = [group for group in layout_of("int4+residual=100").groups if group.full_precision]
 
-    full_precision = {
-        group.name: group.full_precision.records
-        for group in layout.groups
-        if group.full_precision is not None
-    }
-    assert full_precision == {"full.full_precision": 100, "window_64.full_precision": 64}
+    records = {group.name: group.full_precision.records for group in groups}
+    assert records == {"full.full_precision": 100, "window_64.full_precision": 64}
 
 
 def test_messages_show_the_codec_as_given():
@@ -246,7 +196,7 @@ def test_messages_show_the_codec_as_given():
 
 
 def test_plain_layers_have_separate_groups():
-    layout = layout_for(MODEL, codec="int8+plain_layers=2+plain=float16", page_tokens=16)
+    layout = layout_of("int8+plain_layers=2")
 
     assert {group.name: group.layers for group in layout.groups} == {
         "full": (2,),
@@ -255,15 +205,7 @@ def test_plain_layers_have_separate_groups():
         "window_64.plain": (1, 5),
     }
     assert [group.page_class.is_plain for group in layout.groups] == [False, True, False, True]
-
-
-def test_all_layers_can_be_plain():
-    layout = layout_for(MODEL, codec="int8+plain_layers=3+plain=float16", page_tokens=16)
-
-    assert all(group.page_class.is_plain for group in layout.groups)
-
-
-# ---- refusals ------------------------------------------------------------------------------------
+    assert all(group.page_class.is_plain for group in layout_of("int8+plain_layers=3").groups)
 
 
 @pytest.mark.parametrize(

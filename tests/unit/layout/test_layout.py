@@ -1,14 +1,17 @@
-"""Lane groups of a model and the bytes of their pages."""
+"""Page classes, lane groups and layouts of a model: bytes, planes, bounds and fingerprints."""
 
 import dataclasses
+from itertools import chain, pairwise, product
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
 from quire.layout.codec_names import CODECS, codec_spec
-from quire.layout.codecs import CodecSpec
+from quire.layout.codecs import ELEMENT_BYTES, CodecSpec
 from quire.layout.layout import layout_fingerprint, layout_for, statistics_used
 from quire.layout.model import LayerSpec, StateSpec
 from quire.layout.pages import KEY, NUMBERS, VALUE, CacheLayout, LaneGroup, PageClass, PlaneSpec
@@ -55,10 +58,8 @@ def test_only_evicting_layers_store_positions():
 def test_pre_rope_keys_apply_to_all_layers_or_none():
     layouts = [layout_of(None, 64, evicting=True, rotated=rotated) for rotated in (True, False)]
 
-    assert [[g.page_class.rotated for g in layout.groups] for layout in layouts] == [
-        [True, True],
-        [False, False],
-    ]
+    rotated = [[group.page_class.rotated for group in layout.groups] for layout in layouts]
+    assert rotated == [[True, True], [False, False]]
     assert bytes_by_name(layouts[0]) == bytes_by_name(layouts[1])
 
 
@@ -76,6 +77,14 @@ def test_statistics_pages_have_one_float32_plane_with_a_record_per_head():
     """A slot of an attention sum is 4 bytes; a ring of 8 holds 4 queries of 32 and a position."""
     layout = layout_of(None, 64, evicting=True, statistics=STATISTICS)
 
+    assert bytes_by_name(layout_of(64, 64, evicting=True, statistics=STATISTICS)) == {
+        "window_64": 4096
+    }
+    apart = layout_of(None, None, evicting=True, heads_apart=True, statistics=STATISTICS)
+    assert [group.num_lanes for group in apart.groups] == [4] * 5
+    assert [*bytes_by_name(apart).values()] == [
+        *(2048 + 64, 64, 8 * (4 * 32 + 1) * 4 + 32, 4 * (1 + 32 + 32 * 32) * 4 + 48, 64)
+    ]
     assert bytes_by_name(layout) == {
         "full": 4096 + 64,
         "full.attention_sum.mean": 2 * 16 * 4,
@@ -83,19 +92,6 @@ def test_statistics_pages_have_one_float32_plane_with_a_record_per_head():
         "full.query_moments.4": 2 * 4 * (1 + 32 + 32 * 32) * 4 + 32,  # whole cache lines
         "full.residual_similarity": 64,
         "window_64": 4096,
-    }
-
-
-def test_statistics_have_one_lane_per_head_with_heads_apart():
-    layout = layout_of(None, None, evicting=True, heads_apart=True, statistics=STATISTICS)
-
-    assert [group.num_lanes for group in layout.groups] == [4] * 5
-    assert bytes_by_name(layout) == {
-        "full": 2048 + 64,
-        "full.attention_sum.mean": 64,
-        "full.query_ring.8": 8 * (4 * 32 + 1) * 4 + 32,
-        "full.query_moments.4": 4 * (1 + 32 + 32 * 32) * 4 + 48,
-        "full.residual_similarity": 64,
     }
 
 
@@ -111,14 +107,11 @@ def test_slot_statistics_follow_their_group_and_others_have_fixed_records():
 
 
 def test_statistics_of_equal_shape_share_a_page_class():
-    layout = layout_of(
-        None, evicting=True, statistics=(AttentionSum(), SquareSum(), AttentionSum())
-    )
+    statistics = AttentionSum(), SquareSum(), AttentionSum()
+    layout = layout_of(None, evicting=True, statistics=statistics)
 
-    assert [group.name for group in layout.groups[1:]] == [
-        "full.attention_sum.mean",
-        "full.square_sum.mean",
-    ]
+    names = [group.name for group in layout.groups[1:]]
+    assert names == ["full.attention_sum.mean", "full.square_sum.mean"]
     assert len(layout.page_classes) == 2
 
 
@@ -134,20 +127,12 @@ def test_sequence_uses_the_groups_of_its_own_statistics():
     layout = layout_of(None, 64, evicting=True, statistics=STATISTICS)
 
     assert statistics_used(layout, ()) == frozenset()
-    assert statistics_used(layout, (ResidualSimilarity(), SquareSum(), AttentionSum())) == {
-        "full.attention_sum.mean",
-        "full.residual_similarity",
-    }
+    used = statistics_used(layout, (ResidualSimilarity(), SquareSum(), AttentionSum()))
+    assert used == {"full.attention_sum.mean", "full.residual_similarity"}
     assert statistics_used(layout_of(64), STATISTICS) == frozenset()
 
 
-def test_model_with_window_layers_only_has_no_statistics():
-    assert bytes_by_name(layout_of(64, 64, evicting=True, statistics=STATISTICS)) == {
-        "window_64": 4096
-    }
-
-
-def page_class(*, tokens=4, value=True, positions=False):
+def small_page(*, tokens=4, value=True, positions=False):
     names = (KEY, VALUE) if value else (NUMBERS,)
     planes = tuple(PlaneSpec(name, codec_spec("float32"), 4) for name in names)
     return PageClass(planes=planes, tokens=tokens, positions=positions)
@@ -164,26 +149,20 @@ def page_class(*, tokens=4, value=True, positions=False):
 )
 def test_private_group_has_records_and_no_window(rules, message):
     with pytest.raises(ConfigError, match=message):
-        LaneGroup(name="x", page_class=page_class(value=False), layers=(0,), **rules)
+        LaneGroup(name="x", page_class=small_page(value=False), layers=(0,), **rules)
 
 
-KV = LaneGroup(name="kv", page_class=page_class(), layers=(0, 1))
-WINDOW = LaneGroup(name="window", page_class=page_class(), layers=(2, 3), window=8)
-SUMS = LaneGroup(name="sums", page_class=page_class(value=False), layers=(0, 1), of="kv")
+KV = LaneGroup(name="kv", page_class=small_page(), layers=(0, 1))
+WINDOW = LaneGroup(name="window", page_class=small_page(), layers=(2, 3), window=8)
+SUMS = LaneGroup(name="sums", page_class=small_page(value=False), layers=(0, 1), of="kv")
 
 
-@pytest.mark.parametrize(
-    ("of", "layers", "tokens"),
-    [
-        ("nothing", (0, 1), 4),
-        ("window", (2, 3), 4),
-        ("sums", (0, 1), 4),
-        ("kv", (0,), 4),
-        ("kv", (0, 1), 8),
-    ],
-)
+OTHERS = [("nothing", (0, 1), 4), ("window", (2, 3), 4), ("sums", (0, 1), 4), ("kv", (0,), 4)]
+
+
+@pytest.mark.parametrize(("of", "layers", "tokens"), [*OTHERS, ("kv", (0, 1), 8)])
 def test_follower_with_other_lanes_or_pages_is_rejected(of, layers, tokens):
-    page = page_class(tokens=tokens, value=False)
+    page = small_page(tokens=tokens, value=False)
     follower = LaneGroup(name="x", page_class=page, layers=layers, of=of)
 
     assert CacheLayout((KV, WINDOW, SUMS)).followers_of("kv") == (SUMS,)
@@ -210,26 +189,14 @@ def test_fingerprint_ignores_names_and_help_texts():
 
     for changed in ({"summary": "Other words."}, {"name": "other"}, {"options": ()}):
         assert layout_fingerprint(with_key_codec(layout, **changed)) == layout_fingerprint(layout)
+    names = {field.name for field in dataclasses.fields(CodecSpec)}
+    assert names == {*CHANGED, "name", "summary", "options"}
+    private = layout_of_codec("int4", statistics=(AttentionSum(), QueryRing()))
+    assert layout_fingerprint(private) == layout_fingerprint(layout)
 
 
-def test_fingerprint_ignores_private_groups():
-    statistics = (AttentionSum(), QueryRing())
-
-    with_statistics = layout_of_codec("int8", statistics=statistics)
-    assert layout_fingerprint(with_statistics) == layout_fingerprint(layout_of_codec("int8"))
-
-
-CHANGED = {
-    "rule": "int4_hadamard",
-    "code_bits": 2,
-    "codes": "int8",
-    "scaled": "vector",
-    "has_zeros": False,
-    "group": 16,
-    "percent": 1.0,
-    "equalise": 1,
-    "constants": ("scale",),
-}
+CHANGED = {"rule": "int4_hadamard", "code_bits": 2, "codes": "int8", "scaled": "vector"}
+CHANGED |= {"has_zeros": False, "group": 16, "percent": 1.0, "equalise": 1, "constants": ("scale",)}
 
 
 @pytest.mark.parametrize("attribute", CHANGED)
@@ -241,12 +208,6 @@ def test_fingerprint_depends_on_each_parameter_of_a_codec(attribute):
     assert layout_fingerprint(changed) != layout_fingerprint(layout)
 
 
-def test_fingerprint_has_all_parameters_of_codecs():
-    texts = {"name", "summary", "options"}
-
-    assert {field.name for field in dataclasses.fields(CodecSpec)} == {*CHANGED, *texts}
-
-
 def test_fingerprints_of_layouts_differ():
     chunks = (LayerSpec(chunk=64), LayerSpec(chunk=64), None)
     unjoined = LayerSpec(heads=dataclasses.replace(CACHE_KINDS["latent"].heads[0], latent=None))
@@ -255,16 +216,13 @@ def test_fingerprints_of_layouts_differ():
         *CACHE_KINDS.values(),
         *(small_spec(*chunks), small_spec(unjoined, unjoined), small_spec(state, state)),
     ]
+    evicting = {"evicting": True}, {"evicting": True, "heads_apart": True}
+    models = (model_of(None, 32), 16), (model_of(64, None), 16), (model_of(None, 64), 32)
     layouts = [
         *(layout_of_codec(f"{codec}+plain=float32") for codec in CODECS),
-        layout_of_codec("int8/int4"),
-        layout_of_codec("int4/int8"),
-        layout_of_codec("int8", evicting=True),
-        layout_of_codec("int8", evicting=True, heads_apart=True),
-        layout_of_codec("int8", rotated=False),
-        layout_for(model_of(None, 32), codec="int8", page_tokens=16),
-        layout_for(model_of(64, None), codec="int8", page_tokens=16),
-        layout_for(model_of(None, 64), codec="int8", page_tokens=32),
+        *map(layout_of_codec, ("int8/int4", "int4/int8")),
+        *(layout_of_codec("int8", **options) for options in (*evicting, {"rotated": False})),
+        *(layout_for(model, codec="int8", page_tokens=tokens) for model, tokens in models),
         *(layout_for(spec, codec="int8+plain=float32", page_tokens=16) for spec in specs),
     ]
 
@@ -324,3 +282,204 @@ def test_large_states_waste_less_than_a_tenth_of_a_small_memory(name, codec):
     sequence_bytes = memory.row_bytes(0)
     assert memory.free_bytes < sequence_bytes + 0.1 * memory.total_bytes
     assert memory.used_bytes > 0.85 * memory.total_bytes
+
+
+def page_of(codec="bfloat16", *, value="same", heads=8, tokens=16, head_dim=128, **options):
+    key = codec_spec(codec)
+    planes = [PlaneSpec(KEY, key, head_dim, heads)]
+    if value is not None:
+        planes.append(PlaneSpec(VALUE, key if value == "same" else value, head_dim, heads))
+    return PageClass(planes=tuple(planes), tokens=tokens, **options)
+
+
+@pytest.mark.parametrize(
+    ("page", "num_bytes"),
+    [
+        (page_of(), 2 * 16 * 8 * 128 * 2),  # 64 KiB
+        (page_of("int8"), 2 * 16 * 8 * (128 + 2)),
+        (page_of("float32", value=None, head_dim=2), 16 * 8 * 2 * 4),  # statistics
+        (page_of("int8", value=codec_spec("bfloat16")), 16_640 + 32_768),
+    ],
+)
+def test_bytes_of_a_page(page, num_bytes):
+    assert page.data_bytes == page.page_bytes == num_bytes
+
+
+def test_positions_add_four_bytes_per_slot_rounded_up_to_a_vector():
+    """16 slots need 64 bytes, rounded up to one vector of 128 elements of 2 bytes."""
+    for heads in (1, 8):
+        plain, page = page_of(heads=heads), page_of(heads=heads, positions=True)
+        assert page.positions_offset_bytes == plain.page_bytes
+        assert page.page_bytes == plain.page_bytes + 256
+
+
+def test_pages_with_pre_rope_keys_are_a_separate_class():
+    """Pools are per class: equal bytes, but the pages are not interchangeable."""
+    after, before = page_of(), page_of(rotated=False)
+
+    assert before.page_bytes == after.page_bytes
+    assert before != after
+    assert len({after: 1, before: 2, page_of(): 3}) == 2
+
+
+@given(
+    key=st.sampled_from(sorted(CODECS)),
+    value=st.none() | st.sampled_from(sorted(CODECS)).map(codec_spec),
+    heads=st.integers(1, 9),
+    tokens=st.integers(1, 33),
+    head_dim=st.integers(1, 17).map(lambda eights: 8 * eights),
+    positions=st.booleans(),
+)
+def test_pages_are_aligned_and_padded_by_less_than_a_cache_line(
+    key, value, heads, tokens, head_dim, positions
+):
+    shape = {"heads": heads, "tokens": tokens, "head_dim": head_dim, "positions": positions}
+    page = page_of(key, value=value, **shape)
+    content = page.data_bytes + (4 * tokens if positions else 0)
+
+    assert page.page_bytes % 64 == 0
+    assert page.positions_offset_bytes % 4 == 0
+    assert page.positions_offset_bytes >= page.data_bytes
+    assert page.page_bytes % page.alignment_bytes == 0
+    between = sum(map(len, page.placed))  # one byte if floats follow single bytes
+    assert 0 <= page.page_bytes - content < page.alignment_bytes + 4 + between
+
+
+@given(
+    key=st.sampled_from(sorted(CODECS)),
+    value=st.sampled_from(sorted(CODECS)),
+    heads=st.integers(1, 5),
+    tokens=st.integers(1, 33),
+    head_dim=st.sampled_from((8, 24, 64, 80, 128, 320)),
+)
+def test_planes_are_consecutive_with_codes_first(key, value, heads, tokens, head_dim):
+    shape = {"heads": heads, "tokens": tokens, "head_dim": head_dim, "positions": True}
+    page = page_of(key, value=codec_spec(value), **shape)
+    placed = sorted(chain(*page.placed), key=lambda one: one.offset_bytes)
+
+    assert placed[:2] == [parts[0] for parts in page.placed]
+    assert placed[0].offset_bytes == 0
+    for before, after in pairwise(placed):
+        assert 0 <= after.offset_bytes - before.end_bytes < 4
+    for one in placed:
+        assert one.offset_bytes % ELEMENT_BYTES[one.plane.dtype] == 0
+        assert one.shape == (heads, 1 if one.plane.per_page else tokens, one.plane.width)
+    assert placed[-1].end_bytes <= page.positions_offset_bytes
+
+
+def test_pages_for_rounds_up_to_whole_pages():
+    page = page_of(tokens=16)
+
+    assert [page.pages_for(slots) for slots in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "word"), [("head_dim", "width"), ("heads", "heads"), ("tokens", "tokens")]
+)
+def test_empty_page_is_rejected(name, word):
+    with pytest.raises(ConfigError, match=f"{word} >= 1, got 0"):
+        page_of(**{name: 0})
+
+
+def test_unordered_slots_must_store_positions():
+    with pytest.raises(ConfigError, match="need pages with positions"):
+        LaneGroup(name="kv", page_class=page_of(), layers=(0,), ordered=False)
+
+    LaneGroup(name="sums", page_class=page_of(), layers=(0,), ordered=False, private=True)
+
+
+@pytest.mark.parametrize(("window", "ordered"), [(0, True), (-1, True), (8, False)])
+def test_window_needs_ordered_lanes_and_at_min_one_token(window, ordered):
+    page, rules = page_of(positions=True), {"window": window, "ordered": ordered}
+    with pytest.raises(ConfigError, match="a window needs ordered lanes and at least 1 token"):
+        LaneGroup(name="kv", page_class=page, layers=(0,), **rules)
+
+
+def test_groups_of_a_layout_must_have_unique_names():
+    group = LaneGroup(name="kv", page_class=page_of(), layers=(0,))
+
+    with pytest.raises(ConfigError, match="unique names"):
+        CacheLayout((group, group))
+    with pytest.raises(ConfigError, match="unique names"):
+        CacheLayout(())
+
+
+def test_sequence_of_one_token_needs_one_page_per_lane():
+    layout = CacheLayout(
+        (
+            LaneGroup(name="full", page_class=page_of(), layers=(0, 1)),
+            LaneGroup(name="near", page_class=page_of(), layers=(2,), window=64),
+            LaneGroup(name="int8", page_class=page_of("int8"), layers=(3,)),
+        )
+    )
+
+    assert layout.smallest_sequence_bytes == 3 * 65_536 + 33_280
+    assert layout.page_classes == (page_of(), page_of("int8"))
+
+
+def window_group(window, tokens_per_page):
+    page = page_of(heads=1, head_dim=2, tokens=tokens_per_page)
+    return LaneGroup(name="kv", page_class=page, layers=(0,), window=window)
+
+
+def peak_slots_and_pages(group, chunks):
+    """The peak slots and pages of a lane while it grows by these chunks."""
+    memory = KVMemory(CacheLayout((group,)), 64 * 1024, 1)
+    row, table = np.array([memory.start()]), memory.tables["kv"]
+    peaks = []
+    for chunk in chunks:
+        memory.grow(row, np.array([chunk], dtype=np.int32))
+        peaks.append((int(table.num_slots[0, 0]), int(table.num_pages[0, 0])))
+    return tuple(map(max, zip(*peaks, strict=True)))
+
+
+@pytest.mark.parametrize("per_page", [1, 2, 3, 4, 5])
+def test_window_lane_bound_is_tight(per_page):
+    for window, chunk in product(range(1, 11), range(1, 9)):
+        group = window_group(window, per_page)
+        num_chunks = 2 * (window + per_page) + 6  # every alignment of chunks and pages
+        tokens = num_chunks * chunk
+
+        slots, pages = peak_slots_and_pages(group, [chunk] * num_chunks)
+
+        bound = group.slots_at_most(tokens, chunk)
+        assert slots <= bound
+        assert bound - slots < per_page
+        assert pages * group.page_class.page_bytes <= group.bytes_at_most(tokens, chunk)
+        assert group.page_class.pages_for(bound) - pages <= 1
+
+
+@given(
+    window=st.integers(1, 20),
+    per_page=st.integers(1, 6),
+    chunks=st.lists(st.integers(1, 9), min_size=1, max_size=40),
+)
+def test_chunks_of_different_lengths_stay_within_the_bound_of_the_largest(window, per_page, chunks):
+    group = window_group(window, per_page)
+
+    slots, pages = peak_slots_and_pages(group, chunks)
+
+    assert slots <= group.slots_at_most(sum(chunks), max(chunks))
+    assert pages * group.page_class.page_bytes <= group.bytes_at_most(sum(chunks), max(chunks))
+
+
+def test_single_token_steps_reach_the_page_bound_exactly():
+    for window, per_page in product(range(1, 30), range(1, 8)):
+        group = window_group(window, per_page)
+
+        slots, pages = peak_slots_and_pages(group, [1] * (window + 2 * per_page))
+
+        assert slots == group.slots_at_most(window + 2 * per_page, 1)
+        assert pages == group.page_class.pages_for(slots)
+
+
+def test_bytes_at_max_counts_every_lane():
+    page = page_of(heads=1)
+    group = LaneGroup(name="kv", page_class=page, layers=(0, 1), lanes_per_layer=8, window=64)
+
+    assert group.num_lanes == 16
+    assert group.bytes_at_most(1000, 16) == 6 * 16 * page.page_bytes  # 63 + 16 + 15 = 94 slots
+    assert window_group(512, 4).slots_at_most(10, 64) == 10  # a short sequence
+    group = window_group(None, 4)
+    assert group.slots_at_most(1000, 64) == 1000
+    assert group.bytes_at_most(1000, 64) == 250 * group.page_class.page_bytes

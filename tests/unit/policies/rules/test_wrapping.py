@@ -1,7 +1,7 @@
-"""Rules around another one: `value_norm`, `criticalkv`, `threshold`; with numbers by hand."""
+"""Rules around another one with numbers by hand, and known mistakes of implementations."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 
 import numpy as np
 import pytest
@@ -11,29 +11,39 @@ from quire.errors import ConfigError, PolicyError
 from quire.layout.model import HeadShape
 from quire.layout.statistics import AttentionSum
 from quire.models.observing import OutputProjections
-from quire.policies.base import LANE, LAYER, EvictionPolicy
+from quire.policies.average import Average
+from quire.policies.base import LANE, LAYER, EvictionPolicy, ScorePolicy
 from quire.policies.criticalkv import CriticalKV
 from quire.policies.eviction import make_eviction
+from quire.policies.expected_attention import ExpectedAttention
 from quire.policies.h2o import H2O
+from quire.policies.keydiff import KeyDiff
 from quire.policies.knorm import KNorm
-from quire.policies.registry import make_policy
+from quire.policies.lagkv import LagKV
+from quire.policies.recent import Recent
+from quire.policies.registry import make_policy, policy_of, registered
 from quire.policies.signatures.query_heads import by_query_head
 from quire.policies.threshold import Threshold
 from quire.policies.tova import TOVA
 from quire.policies.value_norm import ValueNorm
 from quire.policies.view import KVView
-from support.histories import Slots, best, changed, make_history
+from quire.policies.windows import pool, reduce_group
+from support.histories import (
+    Rotations,
+    Slots,
+    best,
+    changed,
+    keep_of,
+    make_history,
+    retained_positions,
+)
 
 
-def two_tokens_view() -> KVView:
+def two_tokens_view():
     """Attention sums 3 2 1 0 of tokens whose value norms are 1, 5 (3 and 4), 2 and 9."""
     values = torch.tensor([[[1.0, 0.0], [3.0, 4.0], [0.0, 2.0], [9.0, 0.0]]])
-    return KVView(
-        torch.arange(4)[None],
-        next_position=4,
-        statistics={AttentionSum().name: torch.tensor([[3.0, 2.0, 1.0, 0.0]])},
-        slots=Slots(values, values),
-    )
+    sums = {AttentionSum().name: torch.tensor([[3.0, 2.0, 1.0, 0.0]])}
+    return KVView(torch.arange(4)[None], 4, statistics=sums, slots=Slots(values, values))
 
 
 @pytest.mark.parametrize(
@@ -45,13 +55,15 @@ def two_tokens_view() -> KVView:
         ({"epsilon": 1.0}, [4, 15, 4, 9]),
     ],
 )
-def test_scores_are_multiplied_by_value_norms(options, scores) -> None:
+def test_scores_are_multiplied_by_value_norms(options, scores):
     rule = ValueNorm(base=H2O(recent=0), **options)
 
     assert rule.score(two_tokens_view())[0].tolist() == pytest.approx(scores)
+    nested = make_policy("value_norm:base=(value_norm:base=(h2o:recent=0))")
+    assert nested.score(two_tokens_view())[0].tolist() == pytest.approx([3, 50, 4, 0])
 
 
-def test_statistics_protection_and_min_cap_are_those_of_the_base() -> None:
+def test_statistics_protection_and_min_cap_are_those_of_the_base():
     rule = make_policy("value_norm:base=(h2o:recent=7,sinks=2,heads=max),power=2")
 
     assert rule.base == H2O(recent=7, sinks=2, heads="max")
@@ -67,7 +79,7 @@ def test_statistics_protection_and_min_cap_are_those_of_the_base() -> None:
 
 @pytest.mark.parametrize("base", ["h2o", "average", "roco", "snapkv:window=4", "tova", "sinks"])
 @pytest.mark.parametrize("options", ["value_norm:power=0", "criticalkv:first=1", "threshold:tau=0"])
-def test_rule_without_a_change_equals_the_base_rule(base: str, options: str) -> None:
+def test_rule_without_a_change_equals_the_base_rule(base, options):
     wrapped, alone = make_policy(f"{options},base=({base})"), make_policy(base)
     history = make_history(tokens=60, group=2, layers=(1, 2), ragged=alone.scope == LANE)
     view = history.view(alone.statistics)
@@ -76,17 +88,16 @@ def test_rule_without_a_change_equals_the_base_rule(base: str, options: str) -> 
     assert wrapped.select(view, keep).equal(alone.select(view, keep))
 
 
-def test_value_norm_can_be_nested() -> None:
-    rule = make_policy("value_norm:base=(value_norm:base=(h2o:recent=0))")
-
-    assert rule.score(two_tokens_view())[0].tolist() == pytest.approx([3, 50, 4, 0])
-
-
 class Below(KNorm):
     has_negative_scores = False
 
 
-def test_base_with_negative_scores_is_refused_by_name() -> None:
+class Unscored(EvictionPolicy):
+    def select(self, view, keep, piece_tokens=1):
+        return view.live
+
+
+def test_base_with_negative_scores_is_refused_by_name():
     for rule in (ValueNorm(base=Below()), CriticalKV(base=Below()), Threshold(base=Below())):
         name = rule.name
         with pytest.raises(PolicyError, match=f"{name} needs scores >= 0, and Below returned neg"):
@@ -94,18 +105,8 @@ def test_base_with_negative_scores_is_refused_by_name() -> None:
         for base in ("knorm", "keydiff", "rkv", "scissorhands", "triattention"):
             with pytest.raises(ConfigError, match=f"{name} needs scores >= 0, and .* has negative"):
                 make_policy(f"{name}:base={base}")
-
-
-@dataclass(frozen=True)
-class Unscored(EvictionPolicy):
-    def select(self, view, keep, piece_tokens=1):
-        return view.live
-
-
-def test_base_without_scores_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="value_norm reads the scores of its base, and Unscored returns none"
-    ):
+    expected = "value_norm reads the scores of its base, and Unscored returns none"
+    with pytest.raises(ConfigError, match=expected):
         ValueNorm(base=Unscored())
 
 
@@ -124,12 +125,12 @@ def test_base_without_scores_is_refused() -> None:
         ("threshold:mass=1.1", "0 < mass <= 1, .* got 1.1"),
     ],
 )
-def test_wrong_options_are_refused(text: str, error: str) -> None:
+def test_wrong_options_are_refused(text, error):
     with pytest.raises(ConfigError, match=error):
         make_policy(text)
 
 
-def six_tokens_view() -> KVView:
+def six_tokens_view():
     """Tokens whose projected values have the lengths 1 1 1 4 3 60, by hand.
 
     Two query heads share the lane. The first projects (a, b) to itself, the second to (2a, 0):
@@ -138,18 +139,10 @@ def six_tokens_view() -> KVView:
     values = torch.tensor([[[0, 2], [0, -2], [0, 2], [2, 2], [-2, 0], [40, 0]]]).float()
     weight = torch.tensor([[1.0, 0, 2, 0], [0, 1, 0, 0]])
     heads = HeadShape(query_heads=2, kv_heads=1, key_dim=2, value_dim=2)
-    return KVView(
-        torch.arange(6)[None],
-        next_position=6,
-        statistics={AttentionSum().name: torch.tensor([[6.0, 4, 3, 1, 1, 0]])},
-        slots=Slots(values, values),
-        projection=OutputProjections({0: [lambda: weight]}, [heads]),
-        group=2,
-    )
-
-
-def test_projected_lengths_of_the_example() -> None:
-    assert six_tokens_view().projected_lengths().tolist() == [[1, 1, 1, 4, 3, 60]]
+    more = {"statistics": {AttentionSum().name: torch.tensor([[6.0, 4, 3, 1, 1, 0]])}, "group": 2}
+    more |= {"slots": Slots(values, values)}
+    more["projection"] = OutputProjections({0: [lambda: weight]}, [heads])
+    return KVView(torch.arange(6)[None], 6, **more)
 
 
 @pytest.mark.parametrize(
@@ -169,20 +162,20 @@ def test_projected_lengths_of_the_example() -> None:
         ("", 2, [0, 1, 2, 3]),
     ],
 )
-def test_criticalkv_selects_by_score_and_then_by_projected_values(
-    options: str, piece_tokens: int, retained: list[int]
-) -> None:
+def test_criticalkv_selects_by_score_and_then_by_projected_values(options, piece_tokens, retained):
     base = "" if "base=" in options else ",base=(h2o:recent=0)"
     rule = make_policy(f"criticalkv:{options}{base}".replace(":,", ":"))
 
     found = rule.select(six_tokens_view(), torch.tensor([4]), piece_tokens)
 
     assert found[0].nonzero().flatten().tolist() == retained
+    with pytest.raises(PolicyError, match="without output projections; use value_norm"):
+        rule.select(changed(six_tokens_view(), projection=None), torch.tensor([4]))
 
 
 @pytest.mark.parametrize("base", ["h2o:recent=3,sinks=2", "snapkv:window=4", "tova"])
 @pytest.mark.parametrize("first", [0.0, 0.5, 0.8])
-def test_criticalkv_equals_a_plain_selection(base: str, first: float) -> None:
+def test_criticalkv_equals_a_plain_selection(base, first):
     rule = make_policy(f"criticalkv:base=({base}),first={first}")
     alone = rule.base
     history = make_history(tokens=60, group=2, layers=(1, 2), ragged=alone.scope == LANE)
@@ -202,7 +195,8 @@ def test_criticalkv_equals_a_plain_selection(base: str, first: float) -> None:
     for lane, cached in enumerate(history.cached):
         held = np.flatnonzero(protected[lane]).tolist()
         slots = range(len(cached))
-        stage = best({s: scores[lane, s] for s in slots}, held, len(held) + _of(first, held, keep))
+        count = math.floor(round(first * (keep - len(held)), 9))
+        stage = best({s: scores[lane, s] for s in slots}, held, len(held) + count)
         expected.append(best({s: weighted[lane, s] for s in slots}, stage, keep))
 
     retained = rule.select(view, torch.full((4,), keep))
@@ -210,19 +204,13 @@ def test_criticalkv_equals_a_plain_selection(base: str, first: float) -> None:
     assert [lane.nonzero().flatten().tolist() for lane in retained] == expected
 
 
-def _of(first: float, held: list[int], keep: int) -> int:
-    return math.floor(round(first * (keep - len(held)), 9))
-
-
-def test_criticalkv_scores_query_heads_apart_in_kvcrush() -> None:
+def test_criticalkv_scores_query_heads_apart_in_kvcrush():
     """Each head sets its bits by the length behind its own columns."""
     view = six_tokens_view()
-    each = AttentionSum().each()
-    heads = by_query_head(
-        changed(view, statistics={each.name: view.statistic(AttentionSum()).expand(2, 6)}),
-        (AttentionSum(),),
-    )
+    each = {AttentionSum().each().name: view.statistic(AttentionSum()).expand(2, 6)}
+    heads = by_query_head(changed(view, statistics=each), (AttentionSum(),))
 
+    assert view.projected_lengths().tolist() == [[1, 1, 1, 4, 3, 60]]
     assert heads.projected_lengths().tolist() == [[2, 2, 2, 4, 2, 40], [0, 0, 0, 4, 4, 80]]
 
 
@@ -252,23 +240,20 @@ def test_criticalkv_scores_query_heads_apart_in_kvcrush() -> None:
         ("tau=0,mass=0.8", 5, 2, [0, 1, 2, 3]),  # 12 < 12.8 <= 15
     ],
 )
-def test_threshold_evicts_more_than_the_cap_requires(
-    options: str, keep: int, piece_tokens: int, retained: list[int]
-) -> None:
+def test_threshold_evicts_more_than_the_cap_requires(options, keep, piece_tokens, retained):
     base = "" if "base=" in options else ",base=(h2o:recent=0)"
     rule = make_policy(f"threshold:{options}{base}")
     sums = {AttentionSum().name: torch.tensor([[8.0, 4, 2, 1, 1, 0]])}
 
-    found = rule.select(
-        changed(six_tokens_view(), statistics=sums), torch.tensor([keep]), piece_tokens
-    )
+    view = changed(six_tokens_view(), statistics=sums)
+    found = rule.select(view, torch.tensor([keep]), piece_tokens)
 
     assert found[0].nonzero().flatten().tolist() == retained
 
 
 @pytest.mark.parametrize("base", ["h2o:recent=3,sinks=2", "snapkv:window=4", "tova", "roco"])
 @pytest.mark.parametrize(("tau", "mass"), [(0.9, 1.0), (0.0, 0.5), (0.9, 0.6)])
-def test_threshold_equals_a_plain_selection(base: str, tau: float, mass: float) -> None:
+def test_threshold_equals_a_plain_selection(base, tau, mass):
     rule = make_policy(f"threshold:base=({base}),tau={tau},mass={mass},recent=5")
     alone, keep = rule.base, torch.tensor([30, 30, 25, 25])
     history = make_history(tokens=60, group=2, layers=(1, 2), ragged=alone.scope == LANE)
@@ -287,21 +272,11 @@ def test_threshold_equals_a_plain_selection(base: str, tau: float, mass: float) 
         sums = np.cumsum(ranked)
         border = next(s for s, total in zip(ranked, sums, strict=True) if total >= mass * sums[-1])
         lowest = max(tau * sums[-1] / len(free), border if mass < 1 else 0)
-        expected = [
-            slot
-            for slot in np.flatnonzero(within[lane])
-            if protected[lane, slot] or scores[lane, slot] >= lowest
-        ]
+        slots = np.flatnonzero(within[lane])
+        expected = [s for s in slots if protected[lane, s] or scores[lane, s] >= lowest]
         assert retained[lane].nonzero().flatten().tolist() == expected
         assert len(expected) <= keep[lane]
     assert retained.sum() < keep.sum()
-
-
-def test_view_without_projections_is_refused() -> None:
-    rule = make_policy("criticalkv:base=(h2o:recent=0)")
-
-    with pytest.raises(PolicyError, match="without output projections; use value_norm"):
-        rule.select(changed(six_tokens_view(), projection=None), torch.tensor([4]))
 
 
 @pytest.mark.parametrize(
@@ -315,9 +290,146 @@ def test_view_without_projections_is_refused() -> None:
         ("tova", 5, 6),
     ],
 )
-def test_threshold_needs_the_larger_number_of_recent_tokens(base, recent, cap) -> None:
+def test_threshold_needs_the_larger_number_of_recent_tokens(base, recent, cap):
     rule = f"threshold:base=({base}),recent={recent}"
     assert make_policy(rule).min_cap == cap
     assert make_eviction(f"{rule},cap={cap + 1},every=1").text
     with pytest.raises(ConfigError, match=f"the rule needs {cap};"):
         make_eviction(f"{rule},cap={cap},every=1")
+
+
+SCORING = sorted(name for name, rule in registered().items() if issubclass(rule, ScorePolicy))
+
+
+def view_of_sums(policy, positions, sums, next_position):
+    """One lane with a sum for each slot."""
+    statistics = {policy.statistics[0].name: torch.tensor([sums])}
+    return KVView(torch.tensor([positions]), next_position, statistics=statistics)
+
+
+def after(view, retained):
+    """The view of the next eviction: compacted slots in order of positions."""
+    assert len(set(retained.sum(dim=1).tolist())) == 1
+    lanes = view.positions.shape[0]
+    sides = (x[retained].view(lanes, -1, view.head_dim) for x in (view.keys, view.values))
+    positions = view.positions[retained].view(lanes, -1)
+    return changed(view, positions=positions, slots=Slots(*sides))
+
+
+def test_1_retained_tokens_keep_their_order():
+    view = make_history(tokens=60, evictions=0).view()
+    compacted = after(view, KeyDiff().select(view, torch.full((4,), 40)))
+
+    newest = Recent(sinks=1).select(compacted, torch.full((4,), 10))
+
+    assert (compacted.positions.diff(dim=1) > 0).all()
+    retained = retained_positions(compacted, newest)
+    for lane, tokens in zip(compacted.positions, retained, strict=True):
+        first = [0] if 0 in lane else []
+        assert tokens == sorted({*first, *lane[len(first) - 10 :].tolist()})
+    again = LagKV(sinks=0, lag=10).select(compacted, torch.full((4,), 25))
+    assert (again[:, -10:]).all()  # the newest partition, not the best-scored tokens
+
+
+def test_2_age_is_the_distance_of_positions_not_of_slots():
+    """Positions 0, 90, 99 of 100: seen by 100, 10, 1 queries, not 3, 2, 1.
+
+    Means 10/100 = .1, 2/10 = .2, .15/1 = .15: evict the first. By slots: 3.3, 1, .15.
+    """
+    view = view_of_sums(Average(), [0, 90, 99], [10.0, 2.0, 0.15], next_position=100)
+
+    assert retained_positions(view, Average().select(view, torch.tensor([2]))) == [[90, 99]]
+
+
+def test_3_future_positions_start_at_the_sequence_length():
+    starts = []
+
+    @dataclass
+    class RecordingRotations(Rotations):
+        def mean_rotation(self, layer, positions):
+            starts.append((layer, positions))
+            return super().mean_rotation(layer, positions)
+
+    history = make_history(tokens=50, evictions=4)
+    policy = ExpectedAttention(future=16)
+    view = changed(history.view(policy.statistics), rotation=RecordingRotations(history.dim))
+    policy.select(view, keep_of(view, 0.5))
+
+    assert view.positions.shape[1] < 50
+    assert starts == [(0, range(50, 66)), (2, range(50, 66))]
+
+
+@pytest.mark.parametrize(
+    "name", ["average", "keydiff", "knorm", "roco", "scissorhands", "tova", "h2o", "random"]
+)
+def test_4_sinks_and_newest_tokens_are_protected_independent_of_scores(name):
+    policy = policy_of(name, {"sinks": "2", "recent": "3"})
+    history = make_history(tokens=40, evictions=2, ragged=False)
+    history.weights[:, :, :, [0, 1, 37, 38, 39]] = 0.0
+    history.keys[:, [0, 1, 37, 38, 39]] *= 100.0
+    view = history.view(policy.statistics)
+
+    for tokens in retained_positions(view, policy.select(view, torch.full((4,), 7))):
+        assert {0, 1, 37, 38, 39} < set(tokens)
+
+
+def test_5_sums_are_compared_in_full_precision():
+    """300 and 300.1 are one number in bfloat16, whose steps are 2 there."""
+    view = view_of_sums(H2O(recent=0), [0, 1], [300.0, 300.1], next_position=1000)
+
+    assert torch.tensor(300.1).bfloat16() == torch.tensor(300.0).bfloat16()
+    assert retained_positions(view, H2O(recent=0).select(view, torch.tensor([1]))) == [[1]]
+
+
+def test_6_group_reductions_are_mean_max_and_sum():
+    """Three query heads: token 0 gets .9 0 0, token 1 gets .4 .4 .4."""
+    weights = torch.tensor([[[0.9, 0.4], [0.0, 0.4], [0.0, 0.4]]])
+
+    assert reduce_group(weights, "mean")[0].tolist() == pytest.approx([0.3, 0.4])
+    assert reduce_group(weights, "max")[0].tolist() == pytest.approx([0.9, 0.4])
+    assert reduce_group(weights, "sum")[0].tolist() == pytest.approx([0.9, 1.2])
+
+
+@pytest.mark.parametrize(
+    "name", ["h2o", "h2o_sinks", "average", "roco", "scissorhands", "snapkv", "expected_attention"]
+)
+def test_6_unknown_group_reduction_is_refused(name):
+    with pytest.raises(ConfigError, match="heads to be one of mean, max, sum, got 'median'"):
+        policy_of(name, {"heads": "median"})
+
+
+def test_7_pooling_precedes_the_group_reduction():
+    """Heads 4 0 0 and 0 0 4, maximum of three neighbours: the middle has the highest score.
+
+    Pooled, then reduced: 4 4 0 and 0 4 4, mean 2 4 2. In reverse order: 2 0 2, pooled 2 2 2.
+    """
+    weights = torch.tensor([[[4.0, 0.0, 0.0], [0.0, 0.0, 4.0]]])
+
+    pooled = reduce_group(pool(weights, 3, "max"), "mean")
+
+    assert pooled.tolist() == [[2.0, 4.0, 2.0]]
+
+
+@pytest.mark.parametrize("name", SCORING)
+def test_8_rules_have_no_state_between_sequences(name):
+    policy, fresh = policy_of(name, {}), policy_of(name, {})
+    first, second = (
+        make_history(tokens=tokens, evictions=1, seed=seed, ragged=False).view(policy.statistics)
+        for tokens, seed in ((60, 1), (40, 2))
+    )
+    assert policy.score(first).dtype in (torch.float32, torch.float64)
+    assert torch.equal(policy.score(second), fresh.score(second))
+    assert policy == fresh
+    assert hash(policy) == hash(fresh)
+    with pytest.raises((FrozenInstanceError, TypeError)):
+        policy.sinks = 3
+
+
+def test_tova_can_evict_the_newest_token_unless_protected():
+    """Only its own query has attended to it, possibly with a low weight, as published."""
+    history = make_history(tokens=30, evictions=0, layers=(0,), heads=1, group=1)
+    history.keys[:, 29] = -100 * history.query(0, 0, 29)
+    view = history.view(TOVA().statistics)
+
+    assert 29 not in retained_positions(view, TOVA().select(view, torch.tensor([20])))[0]
+    assert 29 in retained_positions(view, TOVA(recent=1).select(view, torch.tensor([20])))[0]
