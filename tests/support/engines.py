@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
+from quire.models.base import Decoder
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel, make_decoder
 from quire.scheduler.peaks import Need
@@ -48,13 +49,17 @@ def load(
     Its layers are repeated `times` times.
     """
     model = zoo.build(architecture, times=times).to(device)
-    decoder = make_decoder(model, None, impl=impl, codec="auto")
+    return loaded(make_decoder(model, None, impl=impl, codec="auto"), architecture)
+
+
+def loaded(decoder: Decoder, name: str = "zoo") -> LoadedModel:
+    """A decoder as a model without a tokenizer."""
     return LoadedModel(
         decoder=decoder,
         tokenizer=None,
         generation=GenerationDefaults(),
         spec=decoder.spec,
-        name=architecture,
+        name=name,
         weight_bytes=0,
     )
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from quire.models.base import Decoder
+from quire.models.base import AttentionCall, Decoder
 from quire.models.verify import DenseAttention
 
 
@@ -14,6 +14,43 @@ def sequences(*lengths: int, vocab_size: int, seed: int = 1) -> list[Tensor]:
     """Random token ids, one tensor for each length."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
+
+
+def plain_logits(model: nn.Module, *prompts: Tensor) -> list[Tensor]:
+    """Transformers' own logits of every position of each prompt, in float32."""
+    with torch.inference_mode():
+        return [model(prompt[None]).logits[0].float() for prompt in prompts]
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Length of the difference, as a fraction of the expected length."""
+    return float((found.float() - expected).norm() / expected.norm())
+
+
+class Recorder:
+    """Dense attention of one sequence that records, by layer, what a decoder passes to it.
+
+    Inputs of a layer must be noted before it attends.
+    """
+
+    def __init__(self, positions: Sequence[int], *, wants: bool = True) -> None:
+        self._batch = DenseAttention().batch([0] * len(positions), positions)
+        self.wants_inputs = self.wants_residual_similarity = wants
+        self.calls: dict[int, AttentionCall] = {}
+        self.stored: dict[int, tuple[Tensor, Tensor]] = {}
+        self.inputs: dict[int, Tensor] = {}
+        self.cosines: dict[int, Tensor] = {}
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.calls[call.layer], self.stored[call.layer] = call, (key.clone(), value.clone())
+        return self._batch.attend(call, query, key, value)
+
+    def note_input(self, layer: int, inputs: Tensor) -> None:
+        assert layer not in self.stored
+        self.inputs[layer] = inputs.clone()
+
+    def note_residual_similarity(self, layer: int, cosines: Tensor) -> None:
+        self.cosines[layer] = cosines
 
 
 def flat_logits(

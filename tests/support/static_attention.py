@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.engine.decode_graphs import Captured
+from quire.engine.core import Engine
+from quire.engine.decode_graphs import Captured, DecodeGraphs, GraphCapture
+from quire.engine.runner import Runner
 from quire.kernels.backend import (
     AttentionMath,
     AttentionStatistic,
@@ -195,3 +197,22 @@ class RepeatedCalls:
     def capture(self, call: Callable[[], Tensor]) -> Captured:
         """See `GraphCapture`."""
         return Mock(replay=call)
+
+
+def use_graphs(
+    engine: Engine,
+    max_num_seqs: int,
+    device: torch.device | None = None,
+    capture: GraphCapture | None = None,
+    *,
+    required: bool = False,
+) -> DecodeGraphs:
+    """Run decode steps of an engine as graphs, with the test backend on `device` if it is given."""
+    kv, decoder = engine.pool.kv, engine.model.decoder
+    if device is not None:
+        kv.backend = StaticGathered(device)
+    graphs = DecodeGraphs(decoder, kv, capture or RepeatedCalls(), max_num_seqs, required=required)
+    engine.decode_graphs = graphs
+    step_size = engine.scheduler.step_size
+    engine.runner = Runner(decoder, kv, engine.times, step_size, graphs=graphs)
+    return graphs

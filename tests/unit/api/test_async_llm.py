@@ -1,19 +1,18 @@
 """Many callers of one engine: concurrent streams, cancelling, refusals, and a dead engine."""
 
 import asyncio
+import inspect
 import threading
 import time
-from contextlib import aclosing
+from contextlib import aclosing, closing
+from functools import wraps
+from unittest.mock import Mock
 
 import pytest
 
-from quire.api.async_llm import AsyncLLM
-from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
-from quire.config.sampling_params import SamplingParams
+from quire import AsyncLLM, GenerationRequest, KVConfig, SamplingParams, ScheduleConfig
 from quire.engine.core import Engine
 from quire.errors import EngineDead, InvariantError, NeverFits, RequestError, StorageError
-from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
 
 LONG = engines.greedy(max_tokens=200)
@@ -25,14 +24,11 @@ def model():
     return engines.load("llama")
 
 
-def small_engine(model, max_num_seqs=64):
-    schedule = ScheduleConfig(max_num_seqs=max_num_seqs)
-    return Engine(model, KVConfig(memory="96KiB", page_tokens=8), schedule)
-
-
 @pytest.fixture
-def engine(model):
-    return small_engine(model)
+def engine(request, model):
+    """An engine with the number of rows that a test may name."""
+    schedule = ScheduleConfig(max_num_seqs=getattr(request, "param", 64))
+    return Engine(model, KVConfig(memory="96KiB", page_tokens=8), schedule)
 
 
 def run(main):
@@ -40,290 +36,218 @@ def run(main):
     return asyncio.run(asyncio.wait_for(main, PATIENCE_S))
 
 
-async def until(condition):
+def with_llm(test):
+    """Run the coroutine of a test with an `AsyncLLM` of the fixture `engine`."""
+
+    @wraps(test)
+    def run_test(engine, **options):
+        async def main():
+            async with AsyncLLM(engine) as llm:
+                await test(llm, **options)
+
+        run(main())
+
+    own = inspect.signature(test)
+    engine = inspect.Parameter("engine", inspect.Parameter.KEYWORD_ONLY)
+    run_test.__signature__ = own.replace(parameters=[*list(own.parameters.values())[1:], engine])
+    return run_test
+
+
+def long(prompt, request_id=None):
+    return GenerationRequest(prompt, LONG, request_id=request_id)
+
+
+async def check_cancelled(llm):
+    """Check that the engine becomes idle before the long request has ended."""
+    await idle(llm)
+    assert llm.engine.num_generated_tokens < LONG.max_tokens
+
+
+async def until(llm, condition):
     deadline = time.monotonic() + PATIENCE_S / 2
-    while not await condition():
+    while not condition(await llm.stats()):
         assert time.monotonic() < deadline, "timed out"
         await asyncio.sleep(0.005)
 
 
 async def idle(llm):
-    async def is_idle():
-        stats = await llm.stats()
-        return not stats.num_running and not stats.num_waiting
-
-    await until(is_idle)
+    await until(llm, lambda stats: not stats.num_running and not stats.num_waiting)
     llm.engine.check()
 
 
-def test_concurrent_streams_equal_streams_run_alone(engine):
+@with_llm
+async def test_concurrent_streams_equal_streams_run_alone(llm):
     prompts = engines.make_prompts(6, 12, seed=1)
 
-    async def tokens_of(llm, prompt):
+    async def tokens_of(prompt):
         return [t async for d in llm.stream(prompt, engines.greedy()) for t in d.token_ids]
 
-    async def main():
-        async with AsyncLLM(engine) as llm:
-            alone = [await tokens_of(llm, prompt) for prompt in prompts]
-            together = await asyncio.gather(*(tokens_of(llm, prompt) for prompt in prompts))
-            await idle(llm)
-        return alone, together
-
-    alone, together = run(main())
+    named = await llm.generate([3, 4], engines.greedy(2), request_id="mine")
+    unnamed = await llm.generate([3, 4], engines.greedy(2))
+    assert named.request_id == "mine"
+    assert unnamed.request_id.startswith("request-")
+    assert named.token_ids == unnamed.token_ids
+    assert named.usage.completion_tokens == 2
+    alone = [await tokens_of(prompt) for prompt in prompts]
+    together = await asyncio.gather(*map(tokens_of, prompts))
+    await idle(llm)
 
     assert together == alone
     assert all(len(tokens) == engines.NEW_TOKENS for tokens in alone)
 
 
-def test_output_has_the_id_of_its_request(engine):
-    async def main():
-        async with AsyncLLM(engine) as llm:
-            named = await llm.generate([3, 4], engines.greedy(2), request_id="mine")
-            unnamed = await llm.generate([3, 4], engines.greedy(2))
-        return named, unnamed
+@with_llm
+async def test_outputs_of_one_submission_are_in_submission_order(llm):
+    prompts, lengths = [[3, 4, 5], [6], [7, 8]], [6, 1, 3]  # the first ends last
+    requests = [
+        GenerationRequest(prompt, engines.greedy(length))
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+    outputs = await llm.submit(requests)
+    collected = await outputs.collect()
 
-    named, unnamed = run(main())
-
-    assert named.request_id == "mine"
-    assert unnamed.request_id.startswith("request-")
-    assert named.token_ids == unnamed.token_ids
-    assert named.usage.completion_tokens == 2
-
-
-def test_outputs_of_one_submission_are_in_submission_order(engine):
-    prompts = [[3, 4, 5], [6], [7, 8]]
-    lengths = [6, 1, 3]  # the first ends last
-
-    async def main():
-        async with AsyncLLM(engine) as llm:
-            outputs = await llm.submit(
-                [
-                    GenerationRequest(prompt=prompt, sampling=engines.greedy(length))
-                    for prompt, length in zip(prompts, lengths, strict=True)
-                ]
-            )
-            return outputs.request_ids, await outputs.collect()
-
-    request_ids, collected = run(main())
-
-    assert [output.request_id for output in collected] == list(request_ids)
+    assert [output.request_id for output in collected] == list(outputs.request_ids)
     assert [list(output.prompt_token_ids) for output in collected] == prompts
     assert [len(output.token_ids) for output in collected] == lengths
 
 
-def test_breaking_out_of_the_stream_loop_cancels_the_request(engine):
-    async def main():
-        async with AsyncLLM(engine) as llm:
-            async for _ in llm.stream([3, 4], LONG):
-                break
-            await idle(llm)
-            return engine.num_generated_tokens
-
-    assert run(main()) < LONG.max_tokens
-
-
-def test_closing_the_stream_cancels_the_request_at_once(engine):
-    async def main():
-        async with AsyncLLM(engine) as llm:
-            async with aclosing(llm.stream([3, 4], LONG)) as deltas:
-                await anext(deltas)
-            await idle(llm)
-            return engine.num_generated_tokens
-
-    assert run(main()) < LONG.max_tokens
+@with_llm
+async def test_breaking_out_of_the_stream_loop_and_closing_it_cancel_the_request(llm):
+    async for _ in llm.stream([3, 4], LONG):
+        break
+    await check_cancelled(llm)
+    async with aclosing(llm.stream([3, 4], LONG)) as deltas:
+        await anext(deltas)
+    await check_cancelled(llm)
 
 
-def test_cancelling_a_task_cancels_its_request(engine):
-    async def main():
-        async with AsyncLLM(engine) as llm:
-            task = asyncio.create_task(llm.generate([3, 4], LONG))
-
-            async def is_running():
-                return (await llm.stats()).num_running
-
-            await until(is_running)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            await idle(llm)
-            return engine.num_generated_tokens
-
-    assert run(main()) < LONG.max_tokens
+@with_llm
+async def test_cancelling_a_task_cancels_its_request(llm):
+    task = asyncio.create_task(llm.generate([3, 4], LONG))
+    await until(llm, lambda stats: stats.num_running)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await check_cancelled(llm)
 
 
 @pytest.mark.parametrize("submitted", [True, False])
-def test_task_cancelled_during_submission_leaves_no_request(engine, submitted, monkeypatch):
+@with_llm
+async def test_task_cancelled_during_submission_leaves_no_request(llm, submitted, monkeypatch):
     """The engine's thread is blocked before or after the submission while the task is cancelled."""
     reached, go_on = threading.Event(), threading.Event()
-    submit = engine.submit
+    submit = llm.engine.submit
 
     def slow_submit(*args, **options):
         reached.set()
         go_on.wait(PATIENCE_S)
         return submit(*args, **options)
 
-    async def main():
-        async with AsyncLLM(engine) as llm:
-            if submitted:
-                engine.submit = slow_submit
-                task = asyncio.create_task(llm.generate([3, 4], LONG))
-                await asyncio.to_thread(reached.wait, PATIENCE_S)
-            else:
-                monkeypatch.setattr(engine, "ledger", lambda: go_on.wait(PATIENCE_S))
-                blocker = asyncio.create_task(llm.ledger())
-                await asyncio.sleep(0.01)
-                task = asyncio.create_task(llm.generate([3, 4], LONG))
-                await asyncio.sleep(0.01)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            go_on.set()
-            if not submitted:
-                await blocker
-            await idle(llm)
-            return engine.num_generated_tokens
-
-    assert run(main()) < LONG.max_tokens
+    if submitted:
+        llm.engine.submit = slow_submit
+        task = asyncio.create_task(llm.generate([3, 4], LONG))
+        await asyncio.to_thread(reached.wait, PATIENCE_S)
+    else:
+        monkeypatch.setattr(llm.engine, "ledger", lambda: go_on.wait(PATIENCE_S))
+        blocker = asyncio.create_task(llm.ledger())
+        await asyncio.sleep(0.01)
+        task = asyncio.create_task(llm.generate([3, 4], LONG))
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go_on.set()
+    if not submitted:
+        await blocker
+    await check_cancelled(llm)
 
 
-def test_cancelled_stream_ends_with_abort(engine):
-    async def main():
-        async with AsyncLLM(engine) as llm:
-            outputs = await llm.submit([GenerationRequest(prompt=[3, 4], sampling=LONG)])
-            await anext(outputs)
-            outputs.cancel()
-            return [delta.finish_reason async for delta in outputs]
+@with_llm
+async def test_cancelled_stream_ends_with_abort(llm):
+    outputs = await llm.submit([long([3, 4])])
+    await anext(outputs)
+    outputs.cancel()
+    *others, last = [delta.finish_reason async for delta in outputs]
 
-    reasons = run(main())
-
-    assert reasons[-1] == "abort"
-    assert set(reasons[:-1]) <= {None}
+    assert last == "abort"
+    assert set(others) <= {None}
 
 
-def test_refused_request_does_not_affect_running_requests(engine):
-    async def main():
-        async with AsyncLLM(engine) as llm:
-            running = asyncio.create_task(llm.generate([3, 4], engines.greedy(20)))
-            with pytest.raises(RequestError, match="empty"):
-                await llm.generate([])
-            with pytest.raises(NeverFits, match="whole KV memory"):
-                await llm.generate([3] * 100, SamplingParams(max_tokens=1000))
-            output = await running
-            assert llm.is_alive
-        return output
+@with_llm
+async def test_refused_request_does_not_affect_running_requests(llm):
+    running = asyncio.create_task(llm.generate([3, 4], engines.greedy(20)))
+    with pytest.raises(RequestError, match="empty"):
+        await llm.generate([])
+    with pytest.raises(NeverFits, match="whole KV memory"):
+        await llm.generate([3] * 100, SamplingParams(max_tokens=1000))
+    with pytest.raises(RequestError, match=r"only LLM\.generate takes several prompts"):
+        await llm.generate(["one", "two"])
+    for prompt in (7, None, b"text"):
+        with pytest.raises(RequestError, match="expected a prompt of token ids, got"):
+            await llm.submit([GenerationRequest(prompt)])
 
-    assert len(run(main()).token_ids) == 20
-
-
-def test_one_refused_request_cancels_the_rest_of_its_submission(engine):
-    async def main():
-        async with AsyncLLM(engine) as llm:
-            with pytest.raises(RequestError, match="is in use: use another id"):
-                await llm.submit(
-                    [
-                        GenerationRequest(prompt=[3], sampling=LONG, request_id="same"),
-                        GenerationRequest(prompt=[4], sampling=LONG, request_id="same"),
-                    ]
-                )
-            await idle(llm)
-            return engine.num_generated_tokens
-
-    assert run(main()) < LONG.max_tokens
+    assert len((await running).token_ids) == 20
+    assert llm.is_alive
 
 
-def test_request_with_duplicate_id_is_refused_and_the_first_continues(engine):
-    async def main():
-        async with AsyncLLM(engine) as llm:
-            outputs = await llm.submit(
-                [GenerationRequest(prompt=[3], sampling=engines.greedy(30), request_id="same")]
-            )
-            with pytest.raises(RequestError, match="is in use: use another id"):
-                await llm.generate([4], LONG, request_id="same")
-            return (await outputs.collect())[0]
-
-    assert run(main()).finish_reason == "length"
+@with_llm
+async def test_one_refused_request_cancels_the_rest_of_its_submission(llm):
+    with pytest.raises(RequestError, match="is in use: use another id"):
+        await llm.submit([long([3], "same"), long([4], "same")])
+    await check_cancelled(llm)
 
 
-def test_late_cancel_does_not_affect_a_new_request_with_the_same_id(engine):
-    def submission(max_tokens):
-        params = engines.greedy(max_tokens)
-        return GenerationRequest(prompt=[3], sampling=params, request_id="same")
+@with_llm
+async def test_duplicate_ids_and_late_cancels_do_not_affect_the_request_with_the_id(llm):
+    unread = await llm.submit([GenerationRequest([3], engines.greedy(1), request_id="same")])
+    await idle(llm)
+    outputs = await llm.submit([GenerationRequest([3], engines.greedy(30), request_id="same")])
+    unread.cancel()
+    with pytest.raises(RequestError, match="is in use: use another id"):
+        await llm.generate([4], LONG, request_id="same")
 
-    async def main():
-        async with AsyncLLM(engine) as llm:
-            unread = await llm.submit([submission(1)])
-            await idle(llm)
-            outputs = await llm.submit([submission(30)])
-            unread.cancel()
-            return (await outputs.collect())[0]
-
-    assert run(main()).finish_reason == "length"
+    assert (await outputs.collect())[0].finish_reason == "length"
 
 
-def test_lower_priority_values_run_first(model):
-    engine = small_engine(model, max_num_seqs=1)
-    ended = []
+@pytest.mark.parametrize("engine", [1], indirect=True)
+@with_llm
+async def test_lower_priority_values_run_first(llm):
+    requests = [GenerationRequest([3], engines.greedy(2), priority=n) for n in (2, 0, 1)]
+    outputs = await llm.submit(requests)
+    last, first, second = outputs.request_ids
 
-    async def main():
-        async with AsyncLLM(engine) as llm:
-            submissions = [
-                GenerationRequest(prompt=[3], sampling=engines.greedy(2), priority=priority)
-                for priority in (2, 0, 1)
-            ]
-            outputs = await llm.submit(submissions)
-            ended.extend([d.request_id async for d in outputs if d.finish_reason])
-            return outputs.request_ids
-
-    last, first, second = run(main())
-
-    assert ended == [first, second, last]
+    assert [d.request_id async for d in outputs if d.finish_reason] == [first, second, last]
 
 
-def test_dead_engine_is_reported_to_every_caller(engine, caplog):
-    def broken_step():
-        raise InvariantError("the ledger is off by one page")
-
+@with_llm
+async def test_dead_engine_is_reported_to_every_caller(llm, caplog):
     async def outcome(awaitable):
-        try:
+        with pytest.raises(EngineDead, match="InvariantError") as error:
             await awaitable
-        except EngineDead as error:
-            return error
+        return str(error.value.__cause__)
 
-    async def main():
-        async with AsyncLLM(engine) as llm:
-            streams = [await llm.submit([GenerationRequest(prompt=[3], sampling=LONG)])]
-            streams += [await llm.submit([GenerationRequest(prompt=[4], sampling=LONG)])]
-            await anext(streams[0])
-            engine.step = broken_step
-            open_streams = await asyncio.gather(*(outcome(s.collect()) for s in streams))
-            late = [await outcome(llm.generate([3])), await outcome(llm.stats())]
-            assert not llm.is_alive
-        return open_streams + late
+    text = "the ledger is off by one page"
+    streams = [await llm.submit([long(prompt)]) for prompt in ([3], [4])]
+    await anext(streams[0])
+    llm.engine.step = Mock(side_effect=InvariantError(text))
+    open_streams = await asyncio.gather(*(outcome(s.collect()) for s in streams))
+    late = [await outcome(llm.generate([3])), await outcome(llm.stats())]
 
-    errors = run(main())
-
-    assert [str(error.__cause__) for error in errors] == ["the ledger is off by one page"] * 4
-    assert all("InvariantError" in str(error) for error in errors)
+    assert not llm.is_alive
+    assert open_streams + late == [text] * 4
     assert "off by one page" in caplog.text
 
 
-def test_exception_in_submit_is_raised_to_its_caller_and_ends_the_engine(engine):
-    def broken_submit(*_args, **_options):
-        raise ZeroDivisionError("a bug")
-
-    engine.submit = broken_submit
-
-    async def main():
-        async with AsyncLLM(engine) as llm:
-            with pytest.raises(ZeroDivisionError):
-                await llm.generate([3])
-            with pytest.raises(EngineDead, match="ZeroDivisionError"):
-                await llm.generate([3])
-
-    run(main())
+@with_llm
+async def test_exception_in_submit_is_raised_to_its_caller_and_ends_the_engine(llm):
+    llm.engine.submit = Mock(side_effect=ZeroDivisionError("a bug"))
+    for error, match in ((ZeroDivisionError, "a bug"), (EngineDead, "ZeroDivisionError")):
+        with pytest.raises(error, match=match):
+            await llm.generate([3])
 
 
-def test_queued_commands_fail_when_the_engine_dies(engine):
+@with_llm
+async def test_queued_commands_fail_when_the_engine_dies(llm):
     reached, go_on = threading.Event(), threading.Event()
 
     def step_that_dies():
@@ -331,72 +255,43 @@ def test_queued_commands_fail_when_the_engine_dies(engine):
         go_on.wait(PATIENCE_S)
         raise InvariantError("too late")
 
-    engine.step = step_that_dies
+    llm.engine.step = step_that_dies
+    first = asyncio.create_task(llm.generate([3]))
+    await asyncio.to_thread(reached.wait, PATIENCE_S)
+    queued = asyncio.create_task(llm.stats())
+    await asyncio.sleep(0.01)
+    go_on.set()
+    results = await asyncio.gather(first, queued, return_exceptions=True)
 
-    async def main():
-        async with AsyncLLM(engine) as llm:
-            first = asyncio.create_task(llm.generate([3]))
-            await asyncio.to_thread(reached.wait, PATIENCE_S)
-            queued = asyncio.create_task(llm.stats())
-            await asyncio.sleep(0.01)
-            go_on.set()
-            return await asyncio.gather(first, queued, return_exceptions=True)
-
-    assert [type(result) for result in run(main())] == [EngineDead, EngineDead]
+    assert [type(result) for result in results] == [EngineDead, EngineDead]
 
 
-def test_closing_ends_open_requests_and_the_engine_is_idle(engine):
-    async def main():
-        llm = AsyncLLM(engine)
-        outputs = await llm.submit([GenerationRequest(prompt=[3], sampling=LONG)])
-        await anext(outputs)
-        await asyncio.to_thread(llm.close)
+@with_llm
+async def test_closing_ends_open_requests_and_the_engine_is_idle(llm):
+    outputs = await llm.submit([long([3])])
+    await anext(outputs)
+    await asyncio.to_thread(llm.close)
+    for call in (outputs.collect(), llm.generate([3])):
         with pytest.raises(EngineDead, match="closed"):
-            await outputs.collect()
-        with pytest.raises(EngineDead, match="closed"):
-            await llm.generate([3])
-        assert not llm.is_alive
-        llm.close()  # closing twice has no effect
+            await call
+    assert not llm.is_alive
+    llm.close()  # closing twice has no effect
 
-    run(main())
-
-    assert not engine.has_work
-    engine.check()
+    assert not llm.engine.has_work
+    llm.engine.check()
 
 
 def test_engine_survives_a_closed_event_loop(engine):
-    llm = AsyncLLM(engine)
-    streams = []
-
-    async def submit():
-        streams.append(await llm.submit([GenerationRequest(prompt=[3], sampling=LONG)]))
-
-    try:
-        run(submit())  # its event loop is closed while the request is open
+    with closing(AsyncLLM(engine)) as llm:
+        stream = run(llm.submit([long([3])]))  # its event loop is closed while it is open
         output = run(llm.generate([3], engines.greedy(4)))
-        run(idle(llm))
-    finally:
-        llm.close()
+        run(check_cancelled(llm))
 
+    assert stream.request_ids
     assert len(output.token_ids) == 4
-    assert engine.num_generated_tokens < LONG.max_tokens
 
 
-def test_engine_thread_ends_even_if_closing_the_engine_fails(engine, monkeypatch):
-    def refuse():
-        raise StorageError("no space left")
-
-    llm = AsyncLLM(engine)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "close", refuse)
-        with pytest.raises(StorageError):
-            llm.close()
-
-    assert not engine.runs_in_thread
-    AsyncLLM(engine).close()
-
-
-def test_closing_twice_does_not_affect_an_engine_run_by_another_async_llm(engine):
+def test_closing_twice_does_not_affect_an_engine_run_by_another_async_llm(engine, monkeypatch):
     first = AsyncLLM(engine)
     first.close()
     second = AsyncLLM(engine)
@@ -407,29 +302,8 @@ def test_closing_twice_does_not_affect_an_engine_run_by_another_async_llm(engine
         run(first.stats())
     second.close()
     assert not engine.runs_in_thread
-
-
-@pytest.mark.parametrize("sampling", [{"max_tokens": 3}, "greedy"])
-def test_request_with_invalid_sampling_is_refused_on_construction(sampling):
-    with pytest.raises(RequestError, match="expected sampling to be SamplingParams, got"):
-        GenerationRequest([3, 4], sampling)
-
-
-@pytest.mark.parametrize("prompt", [7, None, b"text"])
-def test_submitted_prompt_of_invalid_type_is_refused_and_the_engine_continues(engine, prompt):
-    async def main():
-        async with AsyncLLM(engine) as llm:
-            with pytest.raises(RequestError, match="expected a prompt of token ids, got"):
-                await llm.submit([GenerationRequest(prompt)])
-            return (await llm.generate([3, 4, 5], engines.greedy(2))).token_ids
-
-    assert len(run(main())) == 2
-
-
-def test_several_prompts_are_refused_with_a_hint_to_generate(engine):
-    async def main():
-        async with AsyncLLM(engine) as llm:
-            await llm.generate(["one", "two"])
-
-    with pytest.raises(RequestError, match=r"only LLM\.generate takes several prompts"):
-        run(main())
+    third = AsyncLLM(engine)  # its thread ends even if closing the engine fails
+    monkeypatch.setattr(engine, "close", Mock(side_effect=StorageError("no space left")))
+    with pytest.raises(StorageError):
+        third.close()
+    assert not engine.runs_in_thread

@@ -1,29 +1,24 @@
-"""`LLM`: rejected arguments, streams, closing, and several callers of one engine."""
+"""`LLM`: rejected arguments, streams, closing, threads: no call of one blocks forever."""
 
 import asyncio
 import gc
 import inspect
 import itertools
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from quire.api.async_llm import AsyncLLM
-from quire.api.llm import LLM, as_options, as_prompts, as_requests, as_token_ids
-from quire.config.generation_request import (
-    OPTION_KINDS,
-    GenerationRequest,
-    OptionsOfMany,
-    RequestOptions,
-)
-from quire.config.kv_config import KVConfig
-from quire.config.sampling_params import SamplingParams
+from quire import LLM, AsyncLLM, GenerationRequest, KVConfig, SamplingParams, ScheduleConfig
+from quire.api.llm import as_options, as_prompts, as_requests, as_token_ids
+from quire.config.generation_request import OPTION_KINDS, OptionsOfMany, RequestOptions
 from quire.errors import ConfigError, EngineDead, RequestError, StorageError
 from quire.layout.options import require_type
-from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines, zoo
 from support.byte_tokenizer import byte_tokenizer
 
@@ -66,6 +61,8 @@ def test_evict_applies_to_all_prompts_or_per_prompt(model):
     assert evicted(capped) == [True, True]
     assert evicted([None, capped]) == [False, True]
     assert any(delta.usage for delta in llm.stream(prompts[0], GREEDY, evict=capped))
+    with pytest.raises(ConfigError, match=r"separated by semicolons.*'h2o,snapkv'"):
+        LLM(model, kv=KVConfig(memory="1MiB", evict_allow="h2o,snapkv"))
     for evict, message in {3: "a text such as", (capped,): "or 2 of them, got 1"}.items():
         with pytest.raises(RequestError, match=message):
             as_requests(PROMPTS[:2], None, {"evict": evict})
@@ -129,29 +126,20 @@ def test_max_tokens_is_limited_to_the_memory_of_a_tenant(model):
         llm.generate([3] * 20, params, tenant="a")
 
 
-def test_rules_to_choose_from_are_separated_by_semicolons(model):
-    with pytest.raises(ConfigError, match=r"separated by semicolons.*'h2o,snapkv'"):
-        LLM(model, kv=KVConfig(memory="1MiB", evict_allow="h2o,snapkv"))
-
-
 @pytest.mark.parametrize(
-    "options",
-    [{"priority": [2, 0, 1]}, {"deadline_s": [None, 50.0, 60]}, {"priority": [1, 0, 0]}],
+    "options", [{"priority": [2, 0, 1]}, {"deadline_s": [None, 50.0, 60]}, {"priority": [1, 0, 0]}]
 )
 def test_priorities_and_deadlines_order_waiting_requests(model, options):
     llm = LLM(model, kv=KVConfig(memory="1MiB"), schedule=ScheduleConfig(max_num_seqs=1))
-    ended = []
-
-    def note(stats, deltas):
-        ended.extend(delta.request_id for delta in deltas if delta.is_last)
-
-    outputs = llm.generate([[3] * 9, [4] * 9, [5] * 9], GREEDY, progress=note, **options)
+    prompts, seen = [[3] * 9, [4] * 9, [5] * 9], []
+    options["progress"] = lambda _, deltas: seen.extend(deltas)
+    outputs = llm.generate(prompts, GREEDY, **options)
 
     first, second, third = (output.request_id for output in outputs)
-    assert ended == [second, third, first]
+    assert [delta.request_id for delta in seen if delta.is_last] == [second, third, first]
 
 
-def test_invalid_priority_or_deadline_is_refused_before_any_request_runs(llm):
+def test_one_invalid_option_or_prompt_refuses_all_before_any_request_runs(llm):
     for priority, deadline_s, message in (
         ([1], None, "one priority or 2 of them, got 1"),
         (0.5, None, "priority to be a whole number, got 0.5"),
@@ -162,16 +150,26 @@ def test_invalid_priority_or_deadline_is_refused_before_any_request_runs(llm):
             as_requests(PROMPTS[:2], None, {"priority": priority, "deadline_s": deadline_s})
     with pytest.raises(RequestError, match="prompt 1: expected deadline_s above 0"):
         llm.generate(PROMPTS[:2], GREEDY, deadline_s=[1.0, 0.0])
-    assert not llm.engine.has_work
+    with pytest.raises(RequestError, match=r"^prompt 4: .*empty"):
+        llm.generate([*PROMPTS, []], GREEDY)
+    assert llm.generate([], GREEDY) == []
+    assert llm.stats().num_steps == 0
 
 
 def test_interleaved_streams_each_yield_their_own_output(llm, expected):
     streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS]
+    with pytest.raises(ZeroDivisionError):  # cancels its own requests
+        llm.generate(PROMPTS, GREEDY, progress=lambda *_: 1 // 0)
     rounds = list(itertools.zip_longest(*streams))
     assert [tokens_of(filter(None, deltas)) for deltas in zip(*rounds, strict=True)] == expected
 
 
 def test_closing_one_stream_does_not_affect_the_others(llm, expected):
+    only = llm.stream(PROMPTS[0], GREEDY)
+    next(only)
+    assert llm.stats().kv_used_bytes
+    only.close()
+    assert not llm.stats().kv_used_bytes
     closed, other = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
     next(closed)
     first = next(other)
@@ -180,18 +178,27 @@ def test_closing_one_stream_does_not_affect_the_others(llm, expected):
     assert tokens_of([first, *other]) == expected[1]
 
 
-def test_closing_the_only_stream_frees_its_memory(llm):
-    stream = llm.stream(PROMPTS[0], GREEDY)
-    next(stream)
-    assert llm.stats().kv_used_bytes
-    stream.close()
-    assert not llm.stats().kv_used_bytes
-
-
-def test_closed_llm_refuses_requests(llm):
+def test_closing_ends_open_requests_and_a_closed_llm_refuses_others(llm, model, monkeypatch):
     output = llm.generate(PROMPTS[0], GREEDY)
+    streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    for stream in streams:
+        next(stream)
+    generated = llm.stats().num_generated_tokens
     for _ in range(2):  # closing twice has no effect
         llm.close()
+    assert not llm.stats().requests
+    for stream in streams:
+        with pytest.raises(EngineDead, match="closed"):
+            list(stream)
+    other = LLM(model, kv=KVConfig(memory="256KiB"))
+    with pytest.raises(EngineDead, match="closed"):  # between two steps
+        other.generate(PROMPTS, GREEDY, progress=lambda *_: other.close())
+    unwritten = LLM(model, kv=KVConfig(memory="256KiB"))  # its tier cannot be written
+    monkeypatch.setattr(unwritten.engine, "close", Mock(side_effect=StorageError("no space left")))
+    with pytest.raises(StorageError):
+        unwritten.close()
+    with pytest.raises(EngineDead, match="closed"):
+        unwritten.generate(PROMPTS[0], GREEDY)
     calls = {
         "generate": lambda: llm.generate(PROMPTS[0], GREEDY),
         "generate with no prompts": lambda: llm.generate([], GREEDY),
@@ -202,56 +209,9 @@ def test_closed_llm_refuses_requests(llm):
             call()
 
     assert output[0].token_ids
-    assert llm.stats().num_generated_tokens == len(output[0].token_ids)
+    assert llm.stats().num_generated_tokens == generated > len(output[0].token_ids)
     assert llm.ledger()
     assert llm.encode(PROMPTS[0]) == PROMPTS[0]
-
-
-def test_closing_ends_open_streams(llm):
-    streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2]]
-    for stream in streams:
-        next(stream)
-    llm.close()
-
-    assert not llm.stats().requests
-    for stream in streams:
-        with pytest.raises(EngineDead, match="closed"):
-            list(stream)
-
-
-def test_closing_between_steps_ends_generate(llm):
-    with pytest.raises(EngineDead, match="closed"):
-        llm.generate(PROMPTS, GREEDY, progress=lambda *_: llm.close())
-
-
-def test_llm_is_closed_even_if_its_tier_cannot_be_written(llm, monkeypatch):
-    def refuse():
-        raise StorageError("no space left")
-
-    monkeypatch.setattr(llm.engine, "close", refuse)
-    with pytest.raises(StorageError):
-        llm.close()
-    with pytest.raises(EngineDead, match="closed"):
-        llm.generate(PROMPTS[0], GREEDY)
-
-
-def test_exception_in_progress_callback_cancels_all_requests(llm, expected):
-    def progress(stats, deltas):
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        llm.generate(PROMPTS, GREEDY, progress=progress)
-    assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
-
-
-def test_one_invalid_prompt_refuses_the_whole_batch(llm):
-    with pytest.raises(RequestError, match=r"^prompt 4: .*empty"):
-        llm.generate([*PROMPTS, []], GREEDY)
-    assert llm.stats().num_steps == 0
-
-
-def test_empty_prompt_list_gives_no_outputs(llm):
-    assert llm.generate([], GREEDY) == []
 
 
 @pytest.mark.parametrize(
@@ -297,12 +257,9 @@ def test_prompt_of_invalid_type_is_refused(prompt, message):
     ],
     ids=repr,
 )
-def test_invalid_sampling_argument_is_refused(sampling, message):
+def test_sampling_options_apply_to_all_prompts_or_per_prompt(sampling, message):
     with pytest.raises(RequestError, match=message):
         as_options(sampling, 2)
-
-
-def test_sampling_options_apply_to_all_prompts_or_per_prompt():
     other = SamplingParams(max_tokens=1)
     assert as_options(GREEDY, 2) == [GREEDY, GREEDY]
     assert as_options((GREEDY, other), 2) == [GREEDY, other]
@@ -321,12 +278,11 @@ def test_sampling_options_apply_to_all_prompts_or_per_prompt():
 def test_value_of_wrong_type_is_refused_by_parameter_name(value, kinds, message):
     with pytest.raises(ConfigError, match=message):
         require_type("kv", value, *kinds)
+    for accepted, kind in ((1, float), (True, bool), (None, type(None))):
+        require_type("kv", accepted, kind)
 
 
-def test_value_of_right_type_is_accepted():
-    require_type("share", 1, float)
-    require_type("flag", True, bool)
-    require_type("kv", None, KVConfig, type(None))
+SIZE = "expected a number of bytes from 0 to 2^63 - 1"
 
 
 def construct(cls, *args, **kwargs):
@@ -343,12 +299,7 @@ def construct(cls, *args, **kwargs):
         (LLM, ("quire-tiny",), {"schedule": 5}, "expected schedule to be ScheduleConfig or None"),
         (LLM, (None,), {}, "expected model to be str or Path or LoadedModel or PreTrainedModel"),
         (LLM, ("quire-tiny",), {"dtype": float}, "expected dtype to be str"),
-        (
-            KVConfig,
-            (),
-            {"memory": 1.5},
-            "--kv-memory: 1.5 is not a size: expected a number of bytes from 0 to 2^63 - 1",
-        ),
+        (KVConfig, (), {"memory": 1.5}, f"--kv-memory: 1.5 is not a size: {SIZE}"),
         (KVConfig, (), {"page_tokens": "16"}, "expected page_tokens to be int"),
         (ScheduleConfig, (), {"max_num_seqs": True}, "expected max_num_seqs to be int"),
     ],
@@ -391,15 +342,9 @@ def test_generation_request_sets_its_own_options(llm, expected):
 def test_options_in_addition_to_a_generation_request_are_refused(sampling, options, message):
     with pytest.raises(RequestError, match=message):
         as_requests([GenerationRequest([3])], sampling, options)
-
-
-def test_every_request_option_has_a_kind_and_a_type_annotation():
     names = {field.name for field in fields(GenerationRequest)} - {"prompt", "sampling"}
     assert names == set(OPTION_KINDS)
     assert names == RequestOptions.__annotations__.keys() == OptionsOfMany.__annotations__.keys()
-
-
-# ---- a Transformers model in memory --------------------------------------------------------------
 
 
 def in_memory():
@@ -445,13 +390,6 @@ def test_a_model_in_memory_is_restored_if_the_engine_cannot_start_or_is_garbage(
     assert own.forward == forward
 
 
-def test_a_model_in_memory_uses_the_tokenizer_that_is_passed():
-    llm = LLM(in_memory(), tokenizer=byte_tokenizer(), kv=KVConfig(memory="1MiB"))
-    [output] = llm.generate("ab", GREEDY)
-
-    assert output.text == llm.model.tokenizer.decode(list(output.token_ids))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -466,14 +404,12 @@ def test_a_model_in_memory_uses_the_tokenizer_that_is_passed():
 def test_options_of_loading_are_refused_for_a_model_in_memory(options, message):
     with pytest.raises(ConfigError, match=message):
         LLM(in_memory(), **options)
-
-
-def test_a_tokenizer_beside_the_name_of_a_model_is_refused():
+    llm = LLM(in_memory(), tokenizer=byte_tokenizer(), kv=KVConfig(memory="1MiB"))
+    [output] = llm.generate("ab", GREEDY)
+    assert output.text == llm.model.tokenizer.decode(list(output.token_ids))
     with pytest.raises(ConfigError, match="leave tokenizer out"):
         LLM("quire-tiny", tokenizer=byte_tokenizer())
 
-
-# ---- conversations -------------------------------------------------------------------------------
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if not (loop.last and open) %}"
@@ -481,6 +417,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 HELLO = [{"role": "user", "content": "hello"}]
+BYE = [{"role": "user", "content": [{"type": "text", "text": "bye"}]}]
 
 
 @pytest.fixture(scope="module")
@@ -494,11 +431,7 @@ def chatting():
     ("messages", "options", "prompts"),
     [
         (HELLO, {}, ["<user>hello</user><assistant>"]),
-        (
-            [HELLO, [{"role": "user", "content": [{"type": "text", "text": "bye"}]}]],
-            {},
-            ["<user>hello</user><assistant>", "<user>bye</user><assistant>"],
-        ),
+        ([HELLO, BYE], {}, [f"<user>{text}</user><assistant>" for text in ("hello", "bye")]),
         (HELLO, {"add_generation_prompt": False}, ["<user>hello</user>"]),
         (
             [*HELLO, {"role": "assistant", "content": "I"}],
@@ -512,12 +445,10 @@ def chatting():
 def test_chat_generates_from_the_prompts_of_the_template(chatting, messages, options, prompts):
     outputs = chatting.chat(messages, GREEDY, **options)
 
-    decode = chatting.model.tokenizer.decode
-    assert [decode(list(output.prompt_token_ids)) for output in outputs] == prompts
     encoded = [list(output.prompt_token_ids) for output in outputs]
-    assert [o.token_ids for o in outputs] == [
-        o.token_ids for o in chatting.generate(encoded, GREEDY)
-    ]
+    assert [chatting.model.tokenizer.decode(one) for one in encoded] == prompts
+    expected = chatting.generate(encoded, GREEDY)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
 
 
 @pytest.mark.parametrize(
@@ -548,3 +479,188 @@ def test_chat_of_an_async_llm_is_that_of_the_llm(chatting):
 
     assert output.prompt_token_ids == expected.prompt_token_ids
     assert output.token_ids == expected.token_ids
+
+
+METADATA = {"user": "u-1", "trace": "t-9"}
+
+
+def test_outputs_have_the_metadata_of_their_request(llm):
+    given = dict(METADATA)
+    requests = [GenerationRequest([3, 4, 5], GREEDY, metadata=one) for one in (given, None)]
+    given["user"] = "another"  # metadata is copied
+
+    found = [output.request for output in llm.generate(requests)]
+
+    assert [request.metadata for request in found] == [METADATA, None]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (7, "expected metadata to be a dictionary, got 7"),
+        ({"n": 1}, "expected metadata with string values, got 'n': 1"),
+        ({str(i): "" for i in range(17)}, "16 pairs at most, got 17"),
+        ({"n" * 65: ""}, "names of 64 and values of 512 characters at most, got 65 and 0"),
+        ({"n": "v" * 513}, "got 1 and 513"),
+    ],
+)
+def test_invalid_metadata_is_refused(given, message):
+    with pytest.raises(RequestError, match=message) as refused:
+        GenerationRequest([3], metadata=given)
+
+    assert refused.value.param == "metadata"
+
+
+def test_request_options_are_validated_on_construction():
+    with pytest.raises(RequestError, match="expected priority to be a whole number, got 'high'"):
+        GenerationRequest([3], priority="high")
+    for sampling in ({"max_tokens": 3}, "greedy"):
+        with pytest.raises(RequestError, match="expected sampling to be SamplingParams, got"):
+            GenerationRequest([3, 4], sampling)
+
+
+THREADS, PATIENCE_S = 8, 120.0
+FOUR = engines.greedy(4)
+
+
+def prompts_of(thread: int, call: int) -> list[list[int]]:
+    """One prompt that other threads also use, and one unique to this call."""
+    return [[3 + call % 5, 4, 5], [6 + thread, 7 + call, 8]]
+
+
+def in_threads(work, count=THREADS):
+    with ThreadPoolExecutor(count) as threads:
+        futures = [threads.submit(work, number) for number in range(count)]
+        return [future.result(timeout=PATIENCE_S) for future in futures]
+
+
+def streamed(llm, prompt):
+    return tuple(t for delta in llm.stream(prompt, FOUR) for t in delta.token_ids)
+
+
+@pytest.mark.parametrize("num_calls", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_outputs_in_several_threads_equal_those_of_one_thread(llm, num_calls):
+    def calls(thread):
+        batches = [prompts_of(thread, call) for call in range(num_calls)]
+        return [[o.token_ids for o in llm.generate(batch, FOUR)] for batch in batches]
+
+    expected = [calls(thread) for thread in range(THREADS)]
+
+    assert in_threads(calls) == expected
+
+
+def test_concurrent_stream_generate_and_stats_do_not_interfere(llm):
+    def calls(thread):
+        first, second = prompts_of(thread, 0)
+        results = [streamed(llm, first)]
+        results += [output.token_ids for output in llm.generate([second], FOUR)]
+        assert llm.ledger()
+        assert llm.stats().num_steps
+        return results
+
+    expected = [calls(thread) for thread in range(THREADS)]
+
+    assert in_threads(calls) == expected
+
+
+def test_a_stream_closed_while_another_thread_generates_is_cancelled(llm):
+    stream = llm.stream([3, 4], engines.greedy(100))
+    next(stream)
+    [outputs] = in_threads(lambda _: llm.generate([[5, 6]], FOUR), 1)  # is not blocked
+    assert outputs[0].token_ids
+    running, closed = threading.Event(), threading.Event()
+
+    def progress(stats, deltas):
+        running.set()
+        assert closed.wait(PATIENCE_S)
+
+    def close(number):
+        assert running.wait(PATIENCE_S)
+        stream.close()  # must not wait for `generate`
+        closed.set()
+
+    with ThreadPoolExecutor(1) as other:
+        closing = other.submit(close, 0)
+        llm.generate([[5, 6]], FOUR, progress=progress)
+        closing.result(PATIENCE_S)
+
+    assert not llm.engine.has_work
+
+
+def test_generate_can_be_called_while_iterating_a_stream_and_in_a_progress_callback(llm):
+    plain = [output.token_ids for output in llm.generate([[5, 6]], FOUR)]
+    inner = []
+
+    def progress(stats, deltas):
+        inner.extend(output.token_ids for output in llm.generate([[5, 6]], FOUR))
+
+    for _ in llm.stream([3, 4], FOUR):
+        inner.extend(output.token_ids for output in llm.generate([[5, 6]], FOUR))
+    llm.generate([[7]], engines.greedy(3), progress=progress)
+
+    assert len(inner) > 3
+    assert inner == plain * len(inner)
+
+
+class Listener:
+    """Calls `work` at the first event, which occurs inside a step."""
+
+    def __init__(self, llm, work):
+        self.llm, self.work, self.result = llm, work, None
+
+    def __call__(self, event):
+        self.llm.engine.events.unsubscribe(self)
+        try:
+            self.result = self.work()
+        except RequestError as error:
+            self.result = error
+
+
+@pytest.mark.parametrize("call", ["generate", "stream", "close"])
+def test_call_inside_a_step_is_refused(llm, call):
+    def work():
+        results = llm.close() if call == "close" else getattr(llm, call)([3, 4])
+        return list(results)
+
+    llm.engine.events.subscribe(listener := Listener(llm, work))
+    outputs = llm.generate([[5, 6]], FOUR)
+
+    assert "between two steps, got one from inside a step" in str(listener.result)
+    assert outputs[0].token_ids
+    llm.engine.events.subscribe(listener := Listener(llm, llm.stats))  # may be read in a step
+    llm.generate([[5, 6]], FOUR)
+    assert listener.result.kv_total_bytes == llm.stats().kv_total_bytes
+
+
+def test_stream_garbage_collected_inside_a_step_is_cancelled_after_the_step(llm):
+    streams = [llm.stream([3, 4], FOUR)]
+    next(streams[0])
+    streams.append(streams)  # a cycle: only the garbage collector frees it
+    expected = [output.token_ids for output in llm.generate([[5, 6]], FOUR)]
+
+    def collect():
+        nonlocal streams
+        streams = None
+        return gc.collect()
+
+    llm.engine.events.subscribe(listener := Listener(llm, collect))
+    outputs = llm.generate([[7, 8], [5, 6]], FOUR)
+
+    assert listener.result
+    assert outputs[1].token_ids == expected[0]
+    assert not llm.engine.has_work
+
+
+def test_engine_run_by_an_async_llm_is_refused(llm):
+    async def main():
+        async with AsyncLLM(llm.engine) as running:
+            for call in (llm.generate, llm.stream):
+                with pytest.raises(RequestError, match="submit to the AsyncLLM"):
+                    list(call([3, 4]))
+            with pytest.raises(ConfigError, match="thread of another AsyncLLM"):
+                AsyncLLM(llm.engine)
+            return (await running.generate([5, 6], FOUR)).token_ids
+
+    generated = asyncio.run(main())
+
+    assert generated == llm.generate([[5, 6]], FOUR)[0].token_ids

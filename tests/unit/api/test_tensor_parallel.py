@@ -9,44 +9,30 @@ from pathlib import Path
 
 import pytest
 
-from quire.api.llm import LLM
-from quire.config.kv_config import KVConfig
-from quire.config.sampling_params import SamplingParams
+from quire import LLM, KVConfig, SamplingParams, ScheduleConfig
 from quire.errors import ConfigError, EngineDead, RankFailed, UnsupportedModel
 from quire.models.loader import load_model
-from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo
 
 pytestmark = pytest.mark.slow
 
 TEXTS = [
-    "<|doc|>Once upon a time there was a small house",
+    *(f"<|doc|>Once upon a time there was a small {thing}" for thing in ("house", "dog")),
     "<|doc|>The number of pages that a sequence holds",
     "<|doc|>1 2 3 4 5 6 7 8 9 10 11 12 13 14",
-    "<|doc|>Once upon a time there was a small dog",
 ]
 GREEDY = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
-SCHEDULE = ScheduleConfig(max_num_batched_tokens=64)
 EVICTING = (
-    "full",
-    "h2o:cap=32,every=8,recent=8",
-    "snapkv:cap=32,every=8,window=8",
-    "kvcrush:cap=32,every=8",
-    "recent:cap=32,every=8",
+    *("full", "h2o:cap=32,every=8,recent=8", "snapkv:cap=32,every=8,window=8"),
+    *("kvcrush:cap=32,every=8", "recent:cap=32,every=8"),
 )
 
 
 def open_llm(model: str | Path = "quire-tiny", ranks: int = 2, **options: object) -> LLM:
     kv = KVConfig(**({"memory": (32 << 20) // ranks, "page_tokens": 8} | options))
-    return LLM(
-        model,
-        dtype="float32",
-        device="cpu",
-        kv=kv,
-        schedule=SCHEDULE,
-        tensor_parallel_size=ranks,
-        tensor_parallel_timeout=20.0,
-    )
+    schedule = ScheduleConfig(max_num_batched_tokens=64)
+    of_ranks = {"tensor_parallel_size": ranks, "tensor_parallel_timeout": 20.0}
+    return LLM(model, dtype="float32", device="cpu", kv=kv, schedule=schedule, **of_ranks)
 
 
 def tokens_of(llm: LLM, prompts: Sequence[str | list[int]], **options: object) -> list[list[int]]:
@@ -81,11 +67,8 @@ def test_rules_and_codecs_give_the_tokens_of_one_rank() -> None:
         alone = open_llm(ranks=1, codec=codec, evict_allow="all")
         pair = open_llm(codec=codec, evict_allow="all")
         for evict in EVICTING:
-            options = {"evict": evict}
-            assert tokens_of(pair, TEXTS, **options) == tokens_of(alone, TEXTS, **options), (
-                codec,
-                evict,
-            )
+            found, expected = (tokens_of(llm, TEXTS, evict=evict) for llm in (pair, alone))
+            assert found == expected, (codec, evict)
         assert pair.stats().cached_tokens > 0
         pair.close()
         alone.close()
@@ -170,17 +153,9 @@ def test_errors_at_load_are_those_of_one_rank(tmp_path: Path) -> None:
         open_llm(zoo.save("gpt2", tmp_path))
     with pytest.raises(ConfigError, match="exceeds"):
         open_llm(memory=1 << 50)
-    assert not children()
-
-
-@pytest.mark.parametrize("size", [0, -1, 65])
-def test_number_of_ranks_is_checked(size: int) -> None:
-    with pytest.raises(ConfigError, match="from 1 to 64"):
-        LLM("quire-tiny", tensor_parallel_size=size)
-
-
-def test_loaded_model_is_refused() -> None:
-    model = load_model("quire-tiny", device="cpu", verify=False)
-
+    for size in (0, -1, 65):
+        with pytest.raises(ConfigError, match="from 1 to 64"):
+            LLM("quire-tiny", tensor_parallel_size=size)
     with pytest.raises(ConfigError, match="folder or name"):
-        LLM(model, tensor_parallel_size=2)
+        LLM(load_model("quire-tiny", device="cpu", verify=False), tensor_parallel_size=2)
+    assert not children()

@@ -6,23 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire import GenerationRequest, StructuredOutputs
 from quire.batch.lines import BatchError, BatchLine, LineFormat, parse_line
-from quire.config.generation_request import GenerationRequest
-from quire.config.structured_outputs import StructuredOutputs
 
 PLAIN = LineFormat()
-COMPLETION = {
-    "custom_id": "a",
-    "method": "POST",
-    "url": "/v1/completions",
-    "body": {"model": "m", "prompt": "Hi", "max_tokens": 3},
-}
-CHAT = {
-    "custom_id": "b",
-    "method": "POST",
-    "url": "/v1/chat/completions",
-    "body": {"messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 4},
-}
+HI = [{"role": "user", "content": "Hi"}]
+COMPLETION = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
+COMPLETION["body"] = {"model": "m", "prompt": "Hi", "max_tokens": 3}
+CHAT = {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions"}
+CHAT["body"] = {"messages": HI, "max_completion_tokens": 4}
 
 
 def parse(value: object, form: LineFormat = PLAIN, number: int = 3):
@@ -42,116 +34,76 @@ def outcome(raw: bytes, number: int) -> BatchLine | BatchError:
         return error
 
 
-def test_line_sets_eviction_options():
-    line = parse({"prompt": "Hi", "evict": "h2o:cap=512", "record_evictions": True})
-
-    assert line.options == {"evict": "h2o:cap=512", "record_evictions": True}
-    assert line.sampling == {}
-    assert parse({"prompt": "Hi", "evict": None}).options == {}
-
-
-def test_plain_line_has_prompt_and_options():
+def test_line_has_prompt_and_options():
     line = parse({"id": "x", "prompt": "Hi", "max_tokens": 5, "stop": ["."], "seed": None})
-
     assert (line.head.number, line.head.kind, line.head.name) == (3, "plain", "x")
     assert (line.prompt, line.messages) == ("Hi", None)
     assert line.sampling == {"max_tokens": 5, "stop": ["."]}
 
-
-def test_openai_completion_line():
     line = parse(COMPLETION)
-
     assert (line.head.kind, line.head.name, line.prompt) == ("completions", "a", "Hi")
     assert line.sampling == {"max_tokens": 3}
 
-
-@pytest.mark.parametrize(("salt", "expected"), [("mine", "mine"), ("", ""), (None, "")])
-def test_line_sets_cache_salt(salt, expected):
-    body = COMPLETION["body"] | {"cache_salt": salt}
-
-    for line in (parse({"prompt": "Hi", "cache_salt": salt}), parse(COMPLETION | {"body": body})):
-        assert GenerationRequest("Hi", **line.options).cache_salt == expected
-
-
-def test_line_sets_priority_and_deadline():
-    body = COMPLETION["body"] | {"priority": 2, "deadline_s": 3}
-
-    for line in (parse({"prompt": "Hi", **body}), parse(COMPLETION | {"body": body})):
-        assert line.options == {"priority": 2, "deadline_s": 3.0}
-    assert parse(COMPLETION).options == {}
-
-
-def test_openai_chat_line():
     line = parse(CHAT)
+    assert (line.head.kind, line.messages, line.sampling) == ("chat", HI, {"max_tokens": 4})
+    error = refusal(CHAT | {"body": {"messages": []}})
+    assert (error.head.kind, error.head.name) == ("chat", "b")
+    assert parse_line(b"\xef\xbb\xbf" + b'{"prompt": "x"}\n', 1, PLAIN).prompt == "x"
+    assert parse({"prompt": "x", "logit_bias": {"7": 1.5}}).sampling == {"logit_bias": {7: 1.5}}
 
-    assert line.head.kind == "chat"
-    assert line.messages == [{"role": "user", "content": "Hi"}]
-    assert line.sampling == {"max_tokens": 4}
+
+RECORDED = {"evict": "h2o:cap=512", "record_evictions": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (RECORDED, RECORDED),
+        ({"evict": None}, {}),
+        ({"priority": 2, "deadline_s": 3}, {"priority": 2, "deadline_s": 3.0}),
+        ({}, {}),
+    ],
+)
+def test_line_sets_options_of_the_request(given, expected):
+    body = COMPLETION["body"] | given
+
+    for line in (parse({"prompt": "Hi"} | body), parse(COMPLETION | {"body": body})):
+        assert line.options == expected
+        assert line.sampling == {"max_tokens": 3}
+    for salt in ("mine", "", None):
+        line = parse(COMPLETION | {"body": body | {"cache_salt": salt}})
+        assert GenerationRequest("Hi", **line.options).cache_salt == (salt or "")
 
 
 def test_messages_keep_their_parts_and_other_fields():
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    parts = [{"type": "text", "text": text} for text in "ab"]
+    user = {"role": "user", "name": "ann", "content": parts}
+    calls = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "4"}
 
-    messages = [
-        {"role": "user", "name": "ann", "content": parts},
-        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f"}}]},
-        {"role": "tool", "tool_call_id": "c", "content": "4"},
-    ]
+    found = parse({"messages": [user, calls, result]}).messages
 
-    line = parse({"messages": messages})
-
-    assert line.messages[0] == messages[0]
-    assert line.messages[1]["tool_calls"][0]["id"] == "c"
-    assert line.messages[2] == messages[2]
+    assert [found[0], found[2]] == [user, result]
+    assert found[1]["tool_calls"][0]["id"] == "c"
 
 
-def test_token_id_prompt_gets_no_prefix():
-    assert parse({"prompt": [1, 2]}, LineFormat(prefix="P")).prompt == [1, 2]
-
-
-def test_prefix_is_prepended_to_text_prompts():
-    assert parse({"prompt": "Hi"}, LineFormat(prefix="<|doc|>")).prompt == "<|doc|>Hi"
+def test_prefix_is_prepended_to_text_prompts_and_a_prompt_key_expects_data_rows():
+    for prompt, expected in (("Hi", "<|doc|>Hi"), ([1, 2], [1, 2])):
+        assert parse({"prompt": prompt}, LineFormat(prefix="<|doc|>")).prompt == expected
     assert parse(COMPLETION, LineFormat(prefix="<|doc|>")).prompt == "<|doc|>Hi"
-
-
-def test_prompt_key_expecteds_lines_as_data_rows():
     row = {"question": "Why?", "answer": "So.", "seed": "not an option", "id": 7}
-
     line = parse(row, LineFormat(prompt_key="question"))
-
     assert (line.prompt, line.sampling, line.head.name) == ("Why?", {}, "7")
-
-
-def test_data_row_without_the_prompt_key_is_refused():
     assert "question" in str(refusal({"prompt": "x"}, LineFormat(prompt_key="question")))
-
-
-def test_byte_order_mark_is_accepted():
-    raw = b"\xef\xbb\xbf" + b'{"prompt": "x"}\n'
-
-    assert parse_line(raw, 1, PLAIN).prompt == "x"
-
-
-def test_logit_bias_keys_are_converted_to_token_ids():
-    assert parse({"prompt": "x", "logit_bias": {"7": 1.5}}).sampling == {"logit_bias": {7: 1.5}}
 
 
 @pytest.mark.parametrize(
     "member",
     [
-        {"stream": False},
-        {"echo": False},
-        {"logprobs": False},
-        {"response_format": {"type": "text"}},
-        {"user": "me"},
-        {"metadata": {"a": "b"}},
-        {"top_p": None},
-        {"tools": []},
-        {"modalities": ["text"]},
-        {"parallel_tool_calls": True},
-        {"no_repeat_ngram_size": 0},
-        {"typical_p": 1.0},
-        {"evcit": None},
+        *({"stream": False}, {"echo": False}, {"logprobs": False}, {"user": "me"}, {"top_p": None}),
+        *({"response_format": {"type": "text"}}, {"metadata": {"a": "b"}}, {"tools": []}),
+        *({"modalities": ["text"]}, {"parallel_tool_calls": True}, {"no_repeat_ngram_size": 0}),
+        *({"typical_p": 1.0}, {"evcit": None}),
     ],
 )
 def test_fields_with_neutral_values_are_accepted(member):
@@ -163,8 +115,7 @@ def test_fields_with_neutral_values_are_accepted(member):
 @pytest.mark.parametrize(
     "member",
     [
-        {"response_format": {"type": "json_object"}},
-        {"guided_json_object": True},
+        *({"response_format": {"type": "json_object"}}, {"guided_json_object": True}),
         {"structured_outputs": {"json_object": True}},
     ],
 )
@@ -178,17 +129,10 @@ def test_fields_that_set_a_structure_are_sampling_options(member):
 @pytest.mark.parametrize(
     "member",
     [
-        {"stream": True},
-        {"echo": True},
-        {"logprobs": 0},
-        {"logprobs": True},
-        {"suffix": "x"},
-        {"response_format": {"type": "xml"}},
-        {"tools": [{"type": "function"}]},
-        {"max_token": 3},
-        {"no_repeat_ngram_size": 3},
+        *({"stream": True}, {"echo": True}, {"logprobs": 0}, {"logprobs": True}, {"suffix": "x"}),
+        *({"response_format": {"type": "xml"}}, {"tools": [{"type": "function"}]}),
+        *({"max_token": 3}, {"no_repeat_ngram_size": 3}, {"messages": HI}),
         {"stream_options": {"include_usage": True}},
-        {"messages": [{"role": "user", "content": "x"}]},
     ],
 )
 def test_unsupported_fields_are_refused_by_name(member):
@@ -205,41 +149,23 @@ def test_max_completion_tokens_overrides_max_tokens():
         assert parse({"prompt": "Hi", **body}).sampling == {"max_tokens": 7}
 
 
-@pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]], [[4]]])
-def test_completion_line_can_have_several_prompts(prompts):
-    line = parse(COMPLETION | {"body": {"prompt": prompts}})
-
-    assert list(line.prompts) == prompts
-
-
 @pytest.mark.parametrize("prompts", [["a", ""], [[1], []], ["a", 5], ["a", [1]], [[1], [True]]])
 def test_each_of_several_prompts_is_validated(prompts):
     assert "expected a prompt" in str(refusal(COMPLETION | {"body": {"prompt": prompts}}))
+    for accepted in (["a", "b"], [[1, 2], [3]], [[4]]):
+        assert list(parse(COMPLETION | {"body": {"prompt": accepted}}).prompts) == accepted
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        7,
-        [],
-        None,
-        {},
-        {"prompt": ""},
-        {"prompt": []},
-        {"prompt": ["a", "b"]},
-        {"prompt": [1, True]},
-        {"prompt": 5},
-        {"prompt": "x", "messages": []},
-        {"messages": []},
-        {"messages": [{"role": "user"}]},
-        {"id": [1], "prompt": "x"},
-        {"id": True, "prompt": "x"},
-        COMPLETION | {"url": "/v1/embeddings"},
-        COMPLETION | {"url": ["/v1/completions"]},
-        COMPLETION | {"method": "GET"},
-        COMPLETION | {"custom_id": 5},
-        COMPLETION | {"custom_id": ""},
-        COMPLETION | {"body": "x"},
+        *(7, [], None, {}),
+        *({"prompt": prompt} for prompt in ("", [], ["a", "b"], [1, True], 5)),
+        *({"prompt": "x", "messages": []}, {"messages": []}, {"messages": [{"role": "user"}]}),
+        *({"id": name, "prompt": "x"} for name in ([1], True)),
+        *(COMPLETION | {"url": url} for url in ("/v1/embeddings", ["/v1/completions"])),
+        *(COMPLETION | {"custom_id": name} for name in (5, "")),
+        *(COMPLETION | {"method": "GET"}, COMPLETION | {"body": "x"}),
         {"custom_id": "a", "url": "/v1/completions"},
         CHAT | {"body": {"prompt": "x"}},
     ],
@@ -252,17 +178,9 @@ def test_invalid_request_is_refused_with_its_line_number(value):
 def test_custom_id_without_a_body_is_told_where_it_belongs(value):
     error = refusal({"custom_id": "c"} | value)
 
-    assert str(error) == (
-        "custom_id belongs to a line with url and body, whose body is missing: add them, or name a "
-        "line of a prompt with id"
-    )
+    assert "custom_id belongs to a line with url and body, whose body is missing" in str(error)
+    assert str(error).endswith("add them, or name a line of a prompt with id")
     assert error.head.name == value.get("id")
-
-
-def test_error_in_a_chat_line_is_a_chat_error():
-    error = refusal(CHAT | {"body": {"messages": []}})
-
-    assert (error.head.kind, error.head.name) == ("chat", "b")
 
 
 @given(raw=st.binary(max_size=60))
@@ -302,6 +220,8 @@ def test_any_json_object_parses_or_is_refused(value: dict):
 def test_line_that_is_not_json_is_refused(raw, message):
     with pytest.raises(BatchError, match=message):
         parse_line(raw, 7, PLAIN)
+    kinds = {"null": None, "true": True, "3": 3, '"x"': "x", "a list": [1]}
+    assert all(str(refusal(value)).endswith(kind) for kind, value in kinds.items())
 
 
 @pytest.mark.parametrize(
@@ -338,13 +258,6 @@ def test_wrong_field_of_a_line_is_refused_with_what_is_expected(member, message)
 )
 def test_do_sample_false_is_temperature_0(members, expected):
     assert parse({"prompt": "a"} | members).sampling == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "kind"), [(None, "null"), (True, "true"), (3, "3"), ("x", '"x"'), ([1], "a list")]
-)
-def test_line_that_is_not_an_object_is_named_by_its_json_type(value, kind):
-    assert str(refusal(value)).endswith(kind)
 
 
 @pytest.mark.parametrize(

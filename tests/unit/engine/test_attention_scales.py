@@ -73,11 +73,8 @@ def kept_by_engine(engine, rule):
 
 
 def options(rule):
-    return {
-        "memory": "4MiB",
-        "page_tokens": 4,
-        "evict": f"{RULES[rule]},cap={CAP},when=prefill_end",
-    }
+    evict = f"{RULES[rule]},cap={CAP},when=prefill_end"
+    return {"memory": "4MiB", "page_tokens": 4, "evict": evict}
 
 
 @pytest.mark.parametrize("rule", RULES)

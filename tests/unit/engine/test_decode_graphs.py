@@ -3,27 +3,23 @@
 import gc
 import inspect
 import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.cuda import CUDAGraph
 
-from quire.config.generation_request import GenerationRequest
-from quire.config.sampling_params import SamplingParams
+from quire import GenerationRequest, SamplingParams, ScheduleConfig
 from quire.engine.core import Engine
-from quire.engine.decode_graphs import (
-    CudaGraphs,
-    DecodeGraphs,
-    graph_sizes,
-    why_no_graphs,
-)
-from quire.engine.runner import Runner
+from quire.engine.decode_graphs import WARM_UP_CALLS, CudaGraphs, graph_sizes, why_no_graphs
 from quire.errors import ConfigError
 from quire.models.loader import load_model
-from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
 from support.engines import make_prompts
 from support.kv_options import kv_config
-from support.static_attention import RepeatedCalls, StaticGathered, TapedCalls
+from support.static_attention import RepeatedCalls, StaticGathered, TapedCalls, use_graphs
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 22, 9, 17, 1, 24, 12, 5)
@@ -35,6 +31,11 @@ def plain_linears(monkeypatch):
     monkeypatch.setattr("quire.models.adapter.prepare_linears", lambda *_: None)
 
 
+@pytest.fixture
+def model(plain_linears):
+    return engines.load("llama", impl="transformers")
+
+
 def engine_of(model, capture=None, *, memory="4MiB", max_num_seqs=6, **kv):
     """An engine with the test backend; with graphs if `capture` is given."""
     schedule = ScheduleConfig(
@@ -43,13 +44,17 @@ def engine_of(model, capture=None, *, memory="4MiB", max_num_seqs=6, **kv):
     config = kv_config(memory=memory, page_tokens=4, attention="gathered", **kv)
     engine = Engine(model, config, schedule)
     engine.pool.kv.backend = StaticGathered(CPU)
-    graphs = None
     if capture is not None:
-        graphs = DecodeGraphs(model.decoder, engine.pool.kv, capture, max_num_seqs, required=True)
-    step_size = engine.scheduler.step_size
-    engine.decode_graphs = graphs
-    engine.runner = Runner(model.decoder, engine.pool.kv, engine.times, step_size, graphs=graphs)
+        use_graphs(engine, max_num_seqs, capture=capture, required=True)
     return engine
+
+
+def finish(engine, *tokens):
+    """Run requests of three prompt tokens to their ends."""
+    for count in tokens:
+        engine.submit(GenerationRequest([5, 6, 7], engines.greedy(count)))
+    while engine.has_work:
+        engine.step()
 
 
 def outputs(engine, prompts, **options):
@@ -102,50 +107,34 @@ def test_the_native_decoder_gives_equal_tokens():
     assert stats.replayed > 20
 
 
-@pytest.mark.usefixtures("plain_linears")
 @pytest.mark.parametrize("evict", ["recent:cap=12", "sinks:cap=12,sinks=2", "random:cap=12"])
-def test_evictions_that_move_slots_give_equal_tokens(evict):
-    model = engines.load("llama", impl="transformers")
-
+def test_evictions_that_move_slots_give_equal_tokens(model, evict):
     stats, engine = compare(model, TapedCalls(), make_prompts(12, 20, seed=2), evict=evict)
 
     assert engine.stats().num_evictions > 20
     assert stats.replayed > 20
 
 
-@pytest.mark.usefixtures("plain_linears")
 @pytest.mark.parametrize("codec", ["int8", "int4:group=8", "fp8"])
-def test_coded_pages_give_equal_tokens(codec):
-    model = engines.load("llama", impl="transformers")
-
+def test_coded_pages_give_equal_tokens(model, codec):
     stats, _ = compare(model, TapedCalls(), make_prompts(12, 20, seed=3), codec=codec)
 
     assert stats.replayed > 20
 
 
-@pytest.mark.usefixtures("plain_linears")
-def test_preempted_requests_give_equal_tokens():
-    model = engines.load("llama", impl="transformers")
+@pytest.mark.parametrize(
+    ("kv", "options"), [({"memory": "20KiB"}, {}), ({}, {"n": 3, "temperature": 1.0, "seed": 5})]
+)
+def test_preempted_requests_and_samples_of_shared_pages_give_equal_tokens(model, kv, options):
+    prompts = make_prompts(12 if kv else 6, 20, seed=4 + bool(options))
 
-    stats, engine = compare(model, TapedCalls(), make_prompts(12, 20, seed=4), memory="20KiB")
+    stats, engine = compare(model, TapedCalls(), prompts, options=options, **kv)
 
-    assert engine.stats().num_preemptions > 0
+    assert bool(engine.stats().num_preemptions) == bool(kv)
     assert stats.replayed > 20
 
 
-@pytest.mark.usefixtures("plain_linears")
-def test_parallel_samples_of_shared_pages_give_equal_tokens():
-    model = engines.load("llama", impl="transformers")
-    options = {"n": 3, "temperature": 1.0, "seed": 5}
-
-    stats, _ = compare(model, TapedCalls(), make_prompts(6, 20, seed=5), options=options)
-
-    assert stats.replayed > 20
-
-
-@pytest.mark.usefixtures("plain_linears")
-def test_wider_page_tables_are_captured_again():
-    model = engines.load("llama", impl="transformers")
+def test_wider_page_tables_are_captured_again(model):
     engine = engine_of(model, TapedCalls(), max_num_seqs=1)
     expected = engine_of(model, max_num_seqs=1)
     request = GenerationRequest([5, 6, 7], engines.greedy(150))  # 39 pages of 4 tokens
@@ -162,51 +151,31 @@ def test_wider_page_tables_are_captured_again():
     assert engine.stats().graphs.captures == 3  # 16, 32 and 64 pages
 
 
-STATISTICS = {  # sums, a maximum over heads, several at once, stored queries, a budget's
-    "h2o": "h2o:cap=12,every=2",
-    "max": "average:cap=12,heads=max,granularity=token",
-    "roco": "roco:cap=16,recent=4,every=2",
-    "scissorhands": "scissorhands:cap=14,every=2",
-    "snapkv": "snapkv:cap=12,window=4,every=2",
-    "tova": "tova:cap=12,every=2",
-}
+STATISTICS = [  # sums, a maximum over heads, several at once, stored queries, a budget's
+    *("h2o:cap=12,every=2", "average:cap=12,heads=max,granularity=token"),
+    *("roco:cap=16,recent=4,every=2", "scissorhands:cap=14,every=2"),
+    *("snapkv:cap=12,window=4,every=2", "tova:cap=12,every=2"),
+]
 
 
-@pytest.mark.usefixtures("plain_linears")
-@pytest.mark.parametrize("evict", STATISTICS.values(), ids=STATISTICS)
-def test_attention_statistics_are_recorded_in_graphs(evict):
+@pytest.mark.parametrize("evict", STATISTICS)
+def test_attention_statistics_are_recorded_in_graphs(model, evict):
     """A tape's capture runs the step once, as the calls before a capture do: it must not count."""
-    model = engines.load("llama", impl="transformers")
-
     stats, engine = compare(model, TapedCalls(), make_prompts(12, 20, seed=6), evict=evict)
 
     assert engine.stats().num_evictions > 20
     assert stats.replayed > 15
 
 
-@pytest.mark.usefixtures("plain_linears")
-def test_rows_with_query_moments_run_without_a_graph():
-    model = engines.load("llama", impl="transformers")
+def test_rows_with_query_moments_and_plans_that_cannot_be_refreshed_run_without_a_graph(model):
     engine = engine_of(model, TapedCalls(), evict="expected_attention:cap=12")
-    engine.submit(GenerationRequest([5, 6, 7], engines.greedy(20)))
-
-    while engine.has_work:
-        engine.step()
-
+    finish(engine, 20)
     assert engine.stats().graphs.replayed == 0
     assert engine.stats().graphs.not_replayed == 20
 
-
-@pytest.mark.usefixtures("plain_linears")
-def test_plans_that_cannot_be_refreshed_run_without_a_graph():
-    model = engines.load("llama", impl="transformers")
     engine = engine_of(model, TapedCalls())
     engine.pool.kv.backend.refuses = True
-    engine.submit(GenerationRequest([5, 6, 7], engines.greedy(6)))
-
-    while engine.has_work:
-        engine.step()
-
+    finish(engine, 6)
     assert engine.stats().graphs.replayed == 0
 
 
@@ -217,43 +186,30 @@ class _Failing:
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
-@pytest.mark.usefixtures("plain_linears")
-def test_failed_captures_turn_graphs_off_unless_they_are_required():
-    model = engines.load("llama", impl="transformers")
+@pytest.mark.parametrize(
+    ("without_plan", "message"),
+    [
+        (False, "operation not permitted when stream is capturing"),
+        (True, "attention static_gathered cannot read these pages"),
+    ],
+)
+def test_failed_captures_and_plans_turn_graphs_off_unless_they_are_required(
+    model, without_plan, message
+):
     for required in (False, True):
         engine = engine_of(model)
-        kv, step = engine.pool.kv, engine.scheduler.step_size
-        graphs = DecodeGraphs(model.decoder, kv, _Failing(), 6, required=required)
-        engine.runner = Runner(model.decoder, kv, engine.times, step, graphs=graphs)
+        graphs = use_graphs(engine, 6, CPU, _Failing(), required=required)
+        if without_plan:
+            engine.pool.kv.backend.static_plan = lambda *_: None
         engine.submit(GenerationRequest([5, 6, 7], engines.greedy(6)))
         engine.step()
 
         if required:
-            with pytest.raises(ConfigError, match=r"not possible: .*capturing; leave it out"):
+            with pytest.raises(ConfigError, match=f"{message}; leave it out"):
                 engine.step()
         else:
             assert [token for _ in range(5) for d in engine.step() for token in d.token_ids]
-            assert "not permitted" in graphs.stats.off
-
-
-@pytest.mark.usefixtures("plain_linears")
-def test_pages_without_a_static_plan_turn_graphs_off_unless_they_are_required():
-    model = engines.load("llama", impl="transformers")
-    for required in (False, True):
-        engine = engine_of(model)
-        kv, step = engine.pool.kv, engine.scheduler.step_size
-        kv.backend.static_plan = lambda *_: None
-        graphs = DecodeGraphs(model.decoder, kv, RepeatedCalls(), 6, required=required)
-        engine.runner = Runner(model.decoder, kv, engine.times, step, graphs=graphs)
-        engine.submit(GenerationRequest([5, 6, 7], engines.greedy(6)))
-        engine.step()
-
-        if required:
-            with pytest.raises(ConfigError, match="cannot read these pages; leave it out"):
-                engine.step()
-        else:
-            assert engine.step()[0].token_ids
-            assert graphs.stats.off == "attention static_gathered cannot read these pages"
+            assert message in graphs.stats.off
 
 
 class _Forgetting:
@@ -270,26 +226,14 @@ class _Forgetting:
         own = inspect.unwrap(call)  # the suite checks types of its first definitions
         cells = [cell.cell_contents for cell in own.__closure__]
         self.tensors += [weakref.ref(one) for one in cells if isinstance(one, torch.Tensor)]
-        return _Constant(call())
+        output = call()
+        return Mock(replay=lambda: output)
 
 
-class _Constant:
-    """A captured computation with a fixed result."""
-
-    def __init__(self, output):
-        self._output = output
-
-    def replay(self):
-        return self._output
-
-
-@pytest.mark.usefixtures("plain_linears")
-def test_tensors_of_a_captured_call_live_as_long_as_its_graph():
+def test_tensors_of_a_captured_call_live_as_long_as_its_graph(model):
     capture = _Forgetting()
-    engine = engine_of(engines.load("llama", impl="transformers"), capture)
-    engine.submit(GenerationRequest([5, 6, 7], engines.greedy(4)))
-    while engine.has_work:
-        engine.step()
+    engine = engine_of(model, capture)
+    finish(engine, 4)
     gc.collect()
 
     assert engine.stats().graphs.replayed == 3
@@ -300,41 +244,26 @@ def test_tensors_of_a_captured_call_live_as_long_as_its_graph():
     assert capture.tensors[0]() is None
 
 
-@pytest.mark.usefixtures("plain_linears")
-def test_full_and_padded_batches_share_a_graph():
-    engine = engine_of(engines.load("llama", impl="transformers"), TapedCalls())
-    for tokens in (6, 12, 12, 12):
-        engine.submit(GenerationRequest([5, 6, 7], engines.greedy(tokens)))
-    while engine.has_work:
-        engine.step()
+def test_full_and_padded_batches_share_a_graph(model):
+    engine = engine_of(model, TapedCalls())
+    finish(engine, 6, 12, 12, 12)
 
     assert engine.stats().graphs.replayed > 8
     assert engine.stats().graphs.captures == 1
 
 
-def test_sizes_are_powers_of_two_and_the_largest_batch():
-    assert graph_sizes(1) == (1,)
-    assert graph_sizes(2) == (1, 2)
-    assert graph_sizes(64) == (1, 2, 4, 8, 16, 32, 64)
-    assert graph_sizes(100) == (1, 2, 4, 8, 16, 32, 64, 100)
-
-
-def test_backends_and_options_without_graphs_state_the_reason():
-    model = engines.load("llama", impl="transformers")
+def test_backends_and_options_without_graphs_state_the_reason(model):
+    assert [graph_sizes(1), graph_sizes(2)] == [(1,), (1, 2)]
+    assert graph_sizes(100) == (1, 2, 4, 8, 16, 32, 64, 100) == (*graph_sizes(64), 100)
     plain = Engine(model, kv_config(memory="1MiB"), ScheduleConfig())
     window = engine_of(model, codec="int8+residual=8")
 
+    assert plain.stats().graphs is None
     assert "new plan for every step" in why_no_graphs(plain.pool.kv)
     assert "full precision" in why_no_graphs(window.pool.kv)
     assert why_no_graphs(engine_of(model).pool.kv) is None
-
-
-def test_required_graphs_on_a_cpu_are_refused_with_the_reason():
-    model = engines.load("llama")
-
     with pytest.raises(ConfigError, match=r"the model is on cpu.*--no-cuda-graphs"):
         Engine(model, kv_config(memory="1MiB"), ScheduleConfig(cuda_graphs=True))
-    assert Engine(model, kv_config(memory="1MiB"), ScheduleConfig()).stats().graphs is None
 
 
 @pytest.mark.gpu
@@ -351,3 +280,99 @@ def test_random_numbers_work_after_a_capture_that_fails():
 
     assert torch.randn(8, device="cuda").isfinite().all()
     assert capture.capture(lambda: ones * 2).replay().sum().item() == 16
+
+
+class Cuda:
+    """The functions of `torch.cuda` that a capture calls.
+
+    As in torch, the end of a failed capture raises before the stream is restored, and the handle of
+    a pool is refused once all of its graphs were deleted.
+
+    Attributes:
+        current: the current stream.
+        used: handles of the pools of all captures.
+    """
+
+    def __init__(self):
+        self.current = SimpleNamespace(name="main", wait_stream=lambda other: None)
+        self.used = []
+        self._handles = 0
+
+    def Stream(self, device):  # noqa: N802, torch's name
+        return SimpleNamespace(name="capture", wait_stream=lambda other: None)
+
+    def current_stream(self, device=None):
+        return self.current
+
+    def graph_pool_handle(self):
+        self._handles += 1
+        return self._handles
+
+    def CUDAGraph(self):  # noqa: N802, torch's name
+        return Mock(spec=CUDAGraph)
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph, pool=None, stream=None, *, capture_error_mode):
+        assert capture_error_mode == "thread_local"  # other threads use the device
+        self.used.append(pool)
+        before, self.current = self.current, stream
+        yield
+        self.current = before  # not after an exception
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """The stand-in, in place of torch's functions."""
+    found = Cuda()
+    for name in ("Stream", "current_stream", "graph_pool_handle", "CUDAGraph", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, getattr(found, name))
+    return found
+
+
+def test_a_capture_runs_on_its_own_stream_after_warm_up_calls(cuda):
+    streams = []
+
+    def call():
+        streams.append(cuda.current.name)
+        return torch.ones(1)
+
+    captured = CudaGraphs(torch.device("cuda")).capture(call)
+
+    assert streams == ["capture"] * (WARM_UP_CALLS + 1)
+    assert cuda.current.name == "main"
+    assert captured.replay() == 1
+
+
+def test_a_failed_capture_restores_the_stream(cuda):
+    calls = []
+
+    def call():
+        calls.append(1)
+        if len(calls) > WARM_UP_CALLS:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return torch.ones(1)
+
+    with pytest.raises(RuntimeError, match="capturing"):
+        CudaGraphs(torch.device("cuda")).capture(call)
+    assert cuda.current.name == "main"
+    assert cuda.used[1:] == [None]  # the second one restores the state of random numbers
+
+
+def test_graphs_share_a_pool_until_all_of_them_are_deleted(cuda):
+    capture, graphs = CudaGraphs(torch.device("cuda")), []
+    graphs += [capture.capture(lambda: torch.ones(1)) for _ in range(3)]
+    del graphs[:2]
+    graphs.append(capture.capture(lambda: torch.ones(1)))
+
+    assert len(set(cuda.used)) == 1
+    graphs.clear()
+    capture.capture(lambda: torch.ones(1))
+    assert len(set(cuda.used)) == 2

@@ -5,11 +5,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.config.generation_request import GenerationRequest
-from quire.config.sampling_params import SamplingParams
+from quire import GenerationRequest, SamplingParams, ScheduleConfig
 from quire.engine.core import Engine
-from quire.engine.decode_graphs import DecodeGraphs
-from quire.engine.runner import Runner
+from quire.eviction import decisions
 from quire.kernels import device_copies
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
@@ -17,13 +15,12 @@ from quire.kernels.native.library import load_library
 from quire.kernels.triton.hardware import why_no_triton
 from quire.sampling.sampler import Sampler
 from quire.scheduler.lanes import LaneCapacities
-from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
 from support.engines import make_prompts
 from support.host_waits import DEVICE, dataless, recorded_waits
 from support.interpreted import CPU, triton_backend
 from support.kv_options import kv_config
-from support.static_attention import RepeatedCalls, StaticGathered
+from support.static_attention import use_graphs
 
 OPTIONS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -32,14 +29,9 @@ OPTIONS = {
     "top_p": SamplingParams(temperature=1.0, top_p=0.9),
     "min_p": SamplingParams(temperature=1.0, min_p=0.1),
     "penalties": SamplingParams(
-        temperature=1.0,
-        repetition_penalty=1.2,
-        presence_penalty=0.5,
-        frequency_penalty=0.5,
+        temperature=1.0, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5
     ),
-    "masks": SamplingParams(
-        temperature=0.0, min_tokens=8, logit_bias={3: 1.0}, bad_token_ids=((4,),)
-    ),
+    "masks": SamplingParams(temperature=0, min_tokens=8, logit_bias={3: 1}, bad_token_ids=((4,),)),
     "allowed": SamplingParams(temperature=1.0, allowed_token_ids=(3, 4, 5)),
     "logprobs": SamplingParams(temperature=1.0, logprobs=3),
 }
@@ -86,50 +78,47 @@ def decoding_engine(architecture, reads, options, **kv):
         prompts = [[3 + row % 90] * 9 for row in range(len(options))]
     for prompt, params in zip(prompts, options, strict=True):
         engine.submit(GenerationRequest(prompt, params))
-    while any(request.num_uncomputed != 1 for request in engine.scheduler.running) or not (
-        engine.scheduler.running
-    ):
+    while {request.num_uncomputed for request in engine.scheduler.running} != {1}:
         engine.step()
     reads.count = 0
     return engine
 
 
+def check_waits(engine, reads, steps=6, rows=3):
+    """Check that each step waits once, for its tokens; six steps cross a page."""
+    with recorded_waits() as waits:
+        for _ in range(steps):
+            assert len(engine.step()) == rows
+
+    assert waits == []
+    assert reads.count == steps
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_decode_step_on_a_device_waits_once_for_its_tokens(name):
     reads = Reads()
-    engine = decoding_engine("llama", reads, [OPTIONS[name]] * 3)
-
-    with recorded_waits() as waits:
-        for _ in range(6):  # crosses a page
-            assert len(engine.step()) == 3
-
-    assert waits == []
-    assert reads.count == 6
+    check_waits(decoding_engine("llama", reads, [OPTIONS[name]] * 3), reads)
 
 
 RULES = {
     "recent": "recent:sinks=2",
     "sinks": "sinks:sinks=2",
-    "h2o": "h2o:",
     "average": "average:recent=2",
-    "tova": "tova:",
     "snapkv": "snapkv:window=2",
-    "keydiff": "keydiff:",
-    "knorm": "knorm:",
     "value_norm": "value_norm:base=h2o",
     "criticalkv": "criticalkv:base=h2o",
-    "random": "random:",
-    "kvcrush": "kvcrush:",
+    **{name: f"{name}:" for name in ("h2o", "tova", "keydiff", "knorm", "random", "kvcrush")},
 }
+
+
+def with_cap(rule):
+    return f"{rule}{'' if rule.endswith(':') else ','}cap=12,every=4"
 
 
 def evicting_engine(rule, rows, reads, monkeypatch):
     """An engine on the device with rows that are at their cap."""
-    text = f"{rule.rstrip(':')}{':' if rule.endswith(':') else ','}cap=12,every=4"
-    monkeypatch.setattr(
-        "quire.eviction.decisions.start_read", lambda numbers: lambda: numbers_of(numbers)
-    )
-    engine = decoding_engine("llama", reads, [OPTIONS["greedy"]] * rows, evict=text)
+    monkeypatch.setattr(decisions, "start_read", lambda numbers: lambda: numbers_of(numbers))
+    engine = decoding_engine("llama", reads, [OPTIONS["greedy"]] * rows, evict=with_cap(rule))
 
     while len(engine.step()) < rows:
         pass
@@ -146,13 +135,7 @@ def numbers_of(numbers):
 def test_step_that_evicts_waits_once_for_its_tokens(name, monkeypatch):
     reads = Reads()
     engine = evicting_engine(RULES[name], 3, reads, monkeypatch)
-
-    with recorded_waits() as waits:
-        for _ in range(10):
-            assert len(engine.step()) == 3
-
-    assert waits == []
-    assert reads.count == 10
+    check_waits(engine, reads, steps=10)
     assert engine.scheduler.capacities.num_evictions >= 3
 
 
@@ -218,33 +201,19 @@ SELECTORS = {"native": lambda: NativeAttention(load_library(), GatheredAttention
 if why_no_triton(CPU) is None:
     SELECTORS["triton"] = triton_backend
 LAUNCHING = {
-    "order_lanes": 1,
-    "select_lanes": 1,
-    "move_lanes": 1,
-    "move": 1,
-    "window_sums": 2,
-    "mean_cosines": 2,
+    **dict.fromkeys(("order_lanes", "select_lanes", "move_lanes", "move"), 1),
+    **dict.fromkeys(("window_sums", "mean_cosines"), 2),
 }
 """Each is one call of the C library, and this number of launches with Triton."""
-ARCHITECTURE = "qwen3"
-MAX_LAUNCHES = {
-    "recent": 12,
-    "sinks": 12,
-    "h2o": 12,
-    "average": 12,
-    "keydiff": 12,
-    "snapkv": 12,
-    "tova": 12,
-}
+MAX_LAUNCHES = 12
 
 
 def launches_of_an_eviction(form, rule, rows, monkeypatch):
     """Launches that evict from rows that reach their cap in the same step."""
     found, launches, inner = [], CountsLaunches(), LaneCapacities.evict_to_capacity
-    evict = f"{rule}{'' if rule.endswith(':') else ','}cap=12,every=4"
-    config = kv_config(memory="8MiB", page_tokens=4, evict=evict)
+    config = kv_config(memory="8MiB", page_tokens=4, evict=with_cap(rule))
     schedule = ScheduleConfig(max_num_seqs=64, max_num_batched_tokens=1024)
-    engine = Engine(engines.load(ARCHITECTURE), config, schedule)
+    engine = Engine(engines.load("qwen3"), config, schedule)
     attending, evicting = engine.pool.kv.backend, SELECTORS[form]()
     for name, number in LAUNCHING.items():
         counted = launches.of(getattr(evicting, name), number if form == "triton" else 1)
@@ -273,24 +242,18 @@ def launches_of_an_eviction(form, rule, rows, monkeypatch):
 @pytest.mark.parametrize(
     ("form", "rows"), [("native", (1, 64)), pytest.param("triton", (1, 8), marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", MAX_LAUNCHES)
+@pytest.mark.parametrize("name", ["recent", "sinks", "h2o", "average", "keydiff", "snapkv", "tova"])
 def test_evictions_of_any_number_of_rows_take_few_launches(form, rows, name, monkeypatch):
     if form not in SELECTORS:
         pytest.skip("no interpreter of Triton")
     counts = [launches_of_an_eviction(form, RULES[name], number, monkeypatch) for number in rows]
 
-    assert counts[0] == counts[1] <= MAX_LAUNCHES[name]
+    assert counts[0] == counts[1] <= MAX_LAUNCHES
 
 
 def test_decode_step_of_rows_with_different_options_waits_once():
-    reads = Reads()
-    engine = decoding_engine("llama", reads, list(OPTIONS.values())[:8])
-
-    with recorded_waits() as waits:
-        engine.step()
-
-    assert waits == []
-    assert reads.count == 1
+    reads, options = Reads(), list(OPTIONS.values())[:8]
+    check_waits(decoding_engine("llama", reads, options), reads, steps=1, rows=8)
 
 
 @pytest.mark.parametrize(
@@ -298,27 +261,13 @@ def test_decode_step_of_rows_with_different_options_waits_once():
 )
 def test_decode_step_of_any_architecture_waits_once(architecture):
     reads = Reads()
-    engine = decoding_engine(architecture, reads, [OPTIONS["greedy"]] * 3)
-
-    with recorded_waits() as waits:
-        for _ in range(6):
-            engine.step()
-
-    assert waits == []
-    assert reads.count == 6
+    check_waits(decoding_engine(architecture, reads, [OPTIONS["greedy"]] * 3), reads)
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "fp8"])
 def test_decode_step_over_coded_pages_waits_once(codec):
     reads = Reads()
-    engine = decoding_engine("llama", reads, [OPTIONS["greedy"]] * 3, codec=codec)
-
-    with recorded_waits() as waits:
-        for _ in range(6):
-            engine.step()
-
-    assert waits == []
-    assert reads.count == 6
+    check_waits(decoding_engine("llama", reads, [OPTIONS["greedy"]] * 3, codec=codec), reads)
 
 
 def test_steps_that_reallocate_page_tables_wait_once():
@@ -326,33 +275,21 @@ def test_steps_that_reallocate_page_tables_wait_once():
     options = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
     engine = decoding_engine("llama", reads, [options] * 3)
     tables = engine.pool.kv.tables.values()
-    before = [table.current() for table in tables]
+    before = [table.current().shape[2] for table in tables]
 
-    with recorded_waits() as waits:
-        for _ in range(60):  # more than 16 pages of 4 tokens
-            engine.step()
+    check_waits(engine, reads, steps=60)  # more than 16 pages of 4 tokens
 
-    assert waits == []
-    assert all(
-        table.current().shape[2] > own.shape[2] for table, own in zip(tables, before, strict=True)
-    )
+    assert all(t.current().shape[2] > width for t, width in zip(tables, before, strict=True))
 
 
 def test_decode_step_with_static_inputs_waits_once():
     reads = Reads()
     engine = decoding_engine("llama", reads, [OPTIONS["greedy"]] * 3)
-    kv = engine.pool.kv
-    kv.backend = StaticGathered(DEVICE)
-    graphs = DecodeGraphs(engine.model.decoder, kv, RepeatedCalls(), 8)
-    step_size = engine.scheduler.step_size
-    engine.runner = Runner(engine.model.decoder, kv, engine.times, step_size, graphs=graphs)
+    graphs = use_graphs(engine, 8, DEVICE)
 
-    with recorded_waits() as waits:
-        for _ in range(6):
-            engine.step()
+    check_waits(engine, reads)
 
-    assert waits == []
-    assert reads.count == graphs.stats.replayed == 6
+    assert graphs.stats.replayed == 6
 
 
 def test_blocking_copies_are_recorded():

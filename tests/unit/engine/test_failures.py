@@ -1,14 +1,13 @@
 """Failing steps: which requests end with an error, which continue, and that no memory leaks."""
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
-from quire.config.sampling_params import SamplingParams
+from quire import GenerationRequest, KVConfig, SamplingParams, ScheduleConfig
 from quire.engine.core import Engine
 from quire.engine.runner import Runner
 from quire.errors import PolicyError, RequestError
@@ -16,17 +15,10 @@ from quire.eviction.eviction import PolicyEvictor
 from quire.models.adapter import TransformersDecoder
 from quire.models.loader import LoadedModel
 from quire.sampling.sampler import Sampler
-from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
 from support.pairwise import every_pair
 
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12]]
-
-
-def cpu_out_of_memory() -> RuntimeError:
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(1 << 60)
-    return caught.value
 
 
 def small_engine(model: LoadedModel) -> Engine:
@@ -37,6 +29,12 @@ def small_engine(model: LoadedModel) -> Engine:
 def submit_all(engine: Engine) -> None:
     for i, prompt in enumerate(PROMPTS):
         engine.submit(GenerationRequest(prompt, engines.greedy(), request_id=f"r{i}"))
+
+
+def submit_beams(engine: Engine) -> None:
+    beams = SamplingParams(n=3, max_tokens=12, use_beam_search=True, ignore_eos=True)
+    engine.submit(GenerationRequest([3, 4, 5, 6], beams, request_id="beams"))
+    engine.submit(GenerationRequest([7, 8], engines.greedy(12), request_id="other"))
 
 
 def finish(engine: Engine, tokens: dict[str, list[int]]) -> dict[str, str]:
@@ -67,19 +65,16 @@ def expected(model):
 
 def fail_once(monkeypatch, component: str, at_call: int, error: BaseException) -> None:
     """Raise `error` in the call with this number (from 1) of the decoder or the sampler."""
-    owner, method = {
-        "decoder": (TransformersDecoder, "forward"),
-        "sampler": (Sampler, "sample"),
-    }[component]
-    original, num_calls = getattr(owner, method), 0
+    owners = {"decoder": (TransformersDecoder, "forward"), "sampler": (Sampler, "sample")}
+    owner, method = owners[component]
+    original, numbers = getattr(owner, method), count(1)
 
     def counted(*arguments, **options):
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == at_call and component == "sampler":
+        fails = next(numbers) == at_call
+        if fails and component == "sampler":
             raise error
         result = original(*arguments, **options)
-        if num_calls == at_call:
+        if fails:
             raise error  # a late failure: KV of all layers has been written
         return result
 
@@ -102,15 +97,15 @@ def test_out_of_memory_fails_the_requests_of_the_step_only(
 
     assert errors.keys() == {"r0", "r1"}  # the two running requests
     assert all("--max-num-batched-tokens" in text for text in errors.values())
-    assert {key: tokens[key] for key in ("r2", "r3")} == {
-        key: expected[key] for key in ("r2", "r3")
-    }
+    assert all(tokens[key] == expected[key] for key in ("r2", "r3"))
     assert tokens["r0"] == expected["r0"][: at_call - 1]
 
 
 def test_out_of_memory_error_of_the_cpu_allocator_is_recognized(monkeypatch, model):
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
     engine = small_engine(model)
-    fail_once(monkeypatch, "decoder", 1, cpu_out_of_memory())
+    fail_once(monkeypatch, "decoder", 1, caught.value)
     engine.submit(GenerationRequest([3], engines.greedy()))
 
     assert "can't allocate memory" in engine.step()[0].error
@@ -163,15 +158,11 @@ def test_request_with_failing_tokenizer_leaves_no_work_queued(model):
     assert not engine.has_work
 
 
-def test_generated_request_id_is_not_in_use(model):
-    engine = small_engine(model)
-    engine.submit(GenerationRequest([3], engines.greedy(), request_id="request-2"))
-
-    assert engine.submit(GenerationRequest([3], engines.greedy())) != "request-2"
-
-
 def test_request_id_whose_sequence_ids_are_in_use_is_rejected(model):
     engine, tokens = small_engine(model), {}
+    other = small_engine(model)
+    other.submit(GenerationRequest([3], engines.greedy(), request_id="request-2"))
+    assert other.submit(GenerationRequest([3], engines.greedy())) != "request-2"
     two_outputs = SamplingParams(n=2, max_tokens=3, ignore_eos=True)
     engine.submit(GenerationRequest([3], engines.greedy(), request_id="r#1"))
     with pytest.raises(RequestError, match="request id 'r#1' is in use"):
@@ -191,28 +182,19 @@ def test_rejected_request_does_not_replace_a_recorded_eviction_trace(model):
     engine.submit(GenerationRequest([3] * 12, engines.greedy(), **options))
     finish(engine, {})
     trace = engine.eviction_trace("r")
+    beams = SamplingParams(n=4, max_tokens=40, use_beam_search=True)
     with pytest.raises(RequestError):
-        engine.submit(
-            GenerationRequest(
-                [3] * 60,
-                SamplingParams(n=4, max_tokens=40, use_beam_search=True),
-                **options,
-            )
-        )
+        engine.submit(GenerationRequest([3] * 60, beams, **options))
 
     assert trace
-    assert [step.num_computed for step in engine.eviction_trace("r")] == [
-        step.num_computed for step in trace
-    ]
+    found = [step.num_computed for step in engine.eviction_trace("r")]
+    assert found == [step.num_computed for step in trace]
 
 
 def test_policy_error_for_one_beam_ends_all_beams_before_the_step_runs(monkeypatch):
     """The step was planned with all beams: without rows they would write to other rows."""
-    engine = Engine(
-        engines.load("llama"),
-        KVConfig(memory="2MiB", page_tokens=4, evict="recent:cap=8,every=2"),
-        ScheduleConfig(max_num_seqs=4),
-    )
+    config = KVConfig(memory="2MiB", page_tokens=4, evict="recent:cap=8,every=2")
+    engine = Engine(engines.load("llama"), config, ScheduleConfig(max_num_seqs=4))
     evict, run, failed = PolicyEvictor.evict, Runner.run, []
 
     def fail_for_one_beam(evictor, request, keep, *, min_gain=None):
@@ -228,9 +210,7 @@ def test_policy_error_for_one_beam_ends_all_beams_before_the_step_runs(monkeypat
     monkeypatch.setattr(PolicyEvictor, "evict_together", lambda evictor, due: [None] * len(due))
     monkeypatch.setattr(PolicyEvictor, "evict", fail_for_one_beam)
     monkeypatch.setattr(Runner, "run", run_rows)
-    beams = SamplingParams(n=3, max_tokens=12, use_beam_search=True, ignore_eos=True)
-    engine.submit(GenerationRequest([3, 4, 5, 6], beams, request_id="beams"))
-    engine.submit(GenerationRequest([7, 8], engines.greedy(12), request_id="other"))
+    submit_beams(engine)
 
     tokens: dict[str, list[int]] = {}
     errors = finish(engine, tokens)
@@ -249,20 +229,17 @@ def test_failed_fork_ends_its_beam_search_only(model, monkeypatch, error, at_for
     """The fork fails while the beams are exchanged, after the next token was sampled."""
     config = KVConfig(memory="2MiB", page_tokens=4)
     engine = Engine(model, config, ScheduleConfig(max_num_seqs=4))
-    sequence_memory, num_forks = engine.scheduler.sequence_memory, 0
+    sequence_memory, forks = engine.scheduler.sequence_memory, []
     fork = sequence_memory.fork
 
     def fail_at_fork(parent, child):
-        nonlocal num_forks
-        num_forks += 1
-        if num_forks == at_fork:
+        forks.append(child)
+        if len(forks) == at_fork:
             raise error
         fork(parent, child)
 
     monkeypatch.setattr(sequence_memory, "fork", fail_at_fork)
-    beams = SamplingParams(n=3, max_tokens=12, use_beam_search=True, ignore_eos=True)
-    engine.submit(GenerationRequest([3, 4, 5, 6], beams, request_id="beams"))
-    engine.submit(GenerationRequest([7, 8], engines.greedy(12), request_id="other"))
+    submit_beams(engine)
 
     tokens: dict[str, list[int]] = {}
     errors: dict[str, str] = {}
@@ -271,7 +248,7 @@ def test_failed_fork_ends_its_beam_search_only(model, monkeypatch, error, at_for
     except RuntimeError:
         errors |= finish(engine, tokens)
 
-    assert num_forks == at_fork
+    assert len(forks) == at_fork
     assert "beams could not be copied" in errors["beams"]
     assert len(tokens["other"]) == 12 or "other" in errors
     assert len(engine.pool.kv.memory.live_rows) == 0

@@ -1,4 +1,4 @@
-"""Freed CPU memory: retained for the next step if the C library supports it.
+"""Freed CPU memory: retained for the next step if the C library supports it; no objects stay.
 
 Settings of the C library apply to the whole process, so cases that change them run in a process
 of their own.
@@ -6,7 +6,9 @@ of their own.
 
 import ctypes
 import json
+import os
 import platform
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +23,8 @@ from support import engines
 
 M_MMAP_THRESHOLD = -3  # malloc.h
 TESTS = Path(__file__).parents[2]
-needs_glibc = pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc", reason="the C library is not glibc"
-)
+IS_GLIBC = platform.libc_ver()[0] == "glibc"
+needs_glibc = pytest.mark.skipif(not IS_GLIBC, reason="the C library is not glibc")
 STEPS = """
 import json, resource, sys, threading
 import psutil, torch
@@ -57,21 +58,15 @@ print(json.dumps(found))
 """
 
 
-def run_in_process(program: str, *arguments: str) -> str:
-    ran = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=TESTS,
-    )
-    return ran.stdout
+def measure(program, *arguments):
+    command = [sys.executable, "-c", program, *arguments]
+    return json.loads(subprocess.run(command, capture_output=True, check=True, cwd=TESTS).stdout)
 
 
 @needs_glibc
 @pytest.mark.parametrize("thread", ["main", "thread"])
 def test_steps_cause_few_page_faults_and_the_heap_does_not_grow(thread):
-    measured = json.loads(run_in_process(STEPS, "keep", thread))
+    measured = measure(STEPS, "keep", thread)
 
     assert measured["faults"] < 1_000
     assert measured["growth_bytes"] < 1 << 20
@@ -83,8 +78,8 @@ def test_without_the_setting_large_blocks_cause_page_faults_in_every_step():
     """The control of the test above: page faults are measurable."""
     large = STEPS.replace("24 << 20", "80 << 20")
 
-    assert json.loads(run_in_process(large, "return", "main"))["faults"] > 100_000
-    assert json.loads(run_in_process(large, "keep", "main"))["faults"] < 1_000
+    assert measure(large, "return", "main")["faults"] > 100_000
+    assert measure(large, "keep", "main")["faults"] < 1_000
 
 
 @pytest.mark.parametrize("return_memory", [False, True])
@@ -95,15 +90,6 @@ def test_engine_on_cpu_sets_malloc_options_by_default(monkeypatch, return_memory
     Engine(engines.load("llama"), KVConfig(memory="1MiB"), return_memory=return_memory)
 
     assert len(calls) == (0 if return_memory else 1)
-
-
-def test_other_c_library_is_reported_as_unsupported(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-
-    found = keep_freed_memory()
-
-    assert not found.kept
-    assert "only glibc" in found.explanation
 
 
 class OldGlibc(ctypes.CDLL):
@@ -135,12 +121,27 @@ def test_old_glibc_keeps_blocks_up_to_its_largest_threshold(monkeypatch):
     assert found.kept
     assert "32 MiB" in found.explanation
     assert glibc.options[M_MMAP_THRESHOLD] == 32 << 20
-
-
-def test_refusal_of_the_c_library_is_reported(monkeypatch):
     use_c_library(monkeypatch, OldGlibc(0))
+    refused = keep_freed_memory()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    other = keep_freed_memory()
+    assert (refused.kept, other.kept) == (False, False)
+    assert "refused" in refused.explanation
+    assert "only glibc" in other.explanation
 
-    found = keep_freed_memory()
 
-    assert not found.kept
-    assert "refused" in found.explanation
+MIN_OBJECT_BYTES = 24  # size of one float per token
+
+
+@pytest.mark.slow
+def test_generated_tokens_leave_no_python_objects():
+    command = [sys.executable, "-m", "support.left_objects"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent)))}
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    found = json.loads(ran.stdout.splitlines()[-1])
+
+    assert len(found) == 2
+    for memory in found:
+        settled = memory["bytes_per_token"][9:]  # until then the log of finished requests fills
+        assert memory["preemptions"] > 0
+        assert statistics.median(settled) < MIN_OBJECT_BYTES / 2, memory

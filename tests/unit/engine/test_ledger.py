@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
-from quire.config.sampling_params import SamplingParams
+from quire import GenerationRequest, KVConfig, ScheduleConfig
 from quire.engine.core import Engine
 from quire.engine.ledger import Ledger
 from quire.engine.shared_pool import SharedPool
@@ -18,7 +16,6 @@ from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, kv_pages
 from quire.offload.swap.host_pool import HostPool
 from quire.scheduler.request import RequestState
-from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
 from support.ledger_sums import check_sums
 from support.requests import make_request
@@ -44,13 +41,8 @@ class LedgerOfRows:
         self.ledger = Ledger(self.memory, lambda: self.requests, self.host)
 
     def request(self, tokens, *, tenant="default", row=None):
-        request = make_request(
-            request_id=f"r{len(self.requests)}",
-            prompt_token_ids=[1] * max(1, tokens),
-            params=SamplingParams(),
-            arrival=len(self.requests),
-            tenant=tenant,
-        )
+        number, prompt = len(self.requests), [1] * max(1, tokens)
+        request = make_request(f"r{number}", prompt, arrival=number, tenant=tenant)
         self.requests.append(request)
         if tokens:
             request.progress.state = RequestState.RUNNING
@@ -62,19 +54,14 @@ class LedgerOfRows:
     def swap_out(self, *requests):
         swapped = swap_out(self.memory, [r.memory.row for r in requests], self.host)
         for request in requests:
-            request.memory.row, request.progress.state, request.memory.swapped = (
-                -1,
-                RequestState.WAITING,
-                swapped,
-            )
+            request.memory.row, request.memory.swapped = -1, swapped
+            request.progress.state = RequestState.WAITING
         return swapped
 
     def evict(self, request, token):
-        slots = int(self.memory.tables["loose"].num_slots[request.memory.row, 0])
-        keep = np.arange(slots)[None] != token
-        commit_compaction(
-            self.memory, plan_compaction(self.memory, "loose", request.memory.row, keep)
-        )
+        row = request.memory.row
+        keep = np.arange(int(self.memory.tables["loose"].num_slots[row, 0]))[None] != token
+        commit_compaction(self.memory, plan_compaction(self.memory, "loose", row, keep))
 
     def snapshot(self):
         self.ledger.check()
@@ -86,22 +73,15 @@ class LedgerOfRows:
 def test_all_bytes_are_free_without_requests():
     found = LedgerOfRows().snapshot()
 
-    assert found["axes"]["owner"] == {
-        "requests": 0,
-        "prefix_cache": 0,
-        "free": found["total_bytes"],
-        "in_flight_loads": 0,
-        "slab_borders": 0,
-    }
+    others = dict.fromkeys(("requests", "prefix_cache", "in_flight_loads", "slab_borders"), 0)
+    assert found["axes"]["owner"] == others | {"free": found["total_bytes"]}
     assert found["requests"] == found["tenants"] == found["prefix_cache"] == []
 
 
 def test_bytes_of_a_tenant_are_the_sum_over_its_requests():
     rows = LedgerOfRows()
-    rows.request(4, tenant="red")
-    rows.request(8, tenant="blue")
-    rows.request(4, tenant="red")
-    rows.request(0, tenant="green")
+    for tokens, tenant in ((4, "red"), (8, "blue"), (4, "red"), (0, "green")):
+        rows.request(tokens, tenant=tenant)
 
     found = rows.snapshot()
 
@@ -137,28 +117,21 @@ def test_request_with_evicted_tokens_is_approximate():
 
     exact, approximate = found["requests"]
     assert (exact["exact"], approximate["exact"]) == (True, False)
-    assert found["axes"]["exactness"] == {
-        "exact": exact["kv_bytes"],
-        "approximate": approximate["kv_bytes"],
-    }
+    by_exactness = {"exact": exact["kv_bytes"], "approximate": approximate["kv_bytes"]}
+    assert found["axes"]["exactness"] == by_exactness
     assert whole.eviction.exact
 
 
 def test_swapped_kv_is_counted_on_the_host_until_it_is_swapped_in():
     rows = LedgerOfRows(host_bytes=16 * 1024)
-    swapped_request, running_request = (
-        rows.request(8, tenant="red"),
-        rows.request(4),
-    )
+    swapped_request, running_request = (rows.request(8, tenant="red"), rows.request(4))
     kv_bytes = rows.memory.row_bytes(swapped_request.memory.row)
     swapped = rows.swap_out(swapped_request)
 
     found = rows.snapshot()
 
-    assert [(r["kv_bytes"], r["host_bytes"]) for r in found["requests"]] == [
-        (0, kv_bytes),
-        (2 * 256 + 384, 0),
-    ]
+    by_request = [(r["kv_bytes"], r["host_bytes"]) for r in found["requests"]]
+    assert by_request == [(0, kv_bytes), (2 * 256 + 384, 0)]
     assert found["axes"]["location"]["host"] == kv_bytes
     assert found["host"]["free_bytes"] == 16 * 1024 - kv_bytes
     [swapped_request.memory.row] = swap_in(rows.memory, swapped)
@@ -180,25 +153,18 @@ def test_sequences_swapped_together_split_the_bytes_stored_once():
     assert max(shares) - min(shares) <= len(LAYOUT.page_classes)
 
 
-def test_swapped_kv_without_a_request_is_reported_as_a_leak():
+def test_row_without_a_request_is_listed_and_swapped_kv_without_one_is_a_leak():
     rows = LedgerOfRows(host_bytes=16 * 1024)
-    request = rows.request(8)
-    rows.swap_out(request)
-    rows.requests.clear()
-
-    with pytest.raises(InvariantError, match="of the swap space are used"):
-        rows.ledger.check()
-
-
-def test_row_without_a_request_has_empty_id_and_tenant():
-    rows = LedgerOfRows()
     rows.request(4)
     rows.requests.clear()
-
     [row] = rows.snapshot()["requests"]
-
     assert (row["request_id"], row["tenant"]) == ("", "")
     assert row["kv_bytes"] == 2 * 256 + 384
+
+    rows.swap_out(rows.request(8))
+    rows.requests.clear()
+    with pytest.raises(InvariantError, match="of the swap space are used"):
+        rows.ledger.check()
 
 
 def test_ledger_and_stats_of_a_running_engine_agree():
@@ -220,10 +186,8 @@ def test_ledger_and_stats_of_a_running_engine_agree():
         engine.step()
     assert engine.ledger()["requests"] == []
     assert engine.stats().tenants == ()
-    assert (engine.stats().cached_bytes, engine.stats().host_bytes) == (
-        engine.ledger()["axes"]["owner"]["prefix_cache"],
-        0,
-    )
+    assert engine.stats().cached_bytes == engine.ledger()["axes"]["owner"]["prefix_cache"]
+    assert engine.stats().host_bytes == 0
 
 
 def test_engines_that_share_an_arena_have_separate_ledgers():

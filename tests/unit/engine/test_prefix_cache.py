@@ -2,18 +2,17 @@
 
 import pytest
 
-from quire.config.generation_request import GenerationRequest
-from quire.config.sampling_params import SamplingParams
+from quire import GenerationRequest, SamplingParams, ScheduleConfig
 from quire.engine.core import Engine
 from quire.errors import RequestError
 from quire.scheduler.peaks import Need
-from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
 from support.kv_options import kv_config
 
 PAGE = 4
 PROMPT = [5, 9, 13, 2, 7, 21, 3, 3, 8, 30, 11, 6, 19]  # 13 tokens: three whole pages and one more
 KV = {"memory": "512KiB", "page_tokens": PAGE}
+NO_CACHE = {"enable_prefix_caching": False}
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "gpt2", "gemma3n", "llama4"])
@@ -59,9 +58,8 @@ def test_repeated_prompt_hits_in_a_memory_that_holds_one_request():
     tokens = len(PROMPT) + 6  # the block after the prompt's whole ones is filled in decoding
     fitting = engine_of(model).scheduler.peaks.fitting_bytes(Need(tokens))
     engine = engine_of(model, kv={"memory": f"{fitting}B"})
-    params = SamplingParams(max_tokens=7, temperature=0.0, ignore_eos=True)
 
-    found = [generate(engine, [PROMPT], params) for _ in range(4)]
+    found = [generate(engine, [PROMPT], engines.greedy(7)) for _ in range(4)]
 
     assert [usage.cached_tokens for _, [usage] in found] == [0, 12, 12, 12]
     assert all(outputs == found[0][0] for outputs, _ in found)
@@ -69,23 +67,17 @@ def test_repeated_prompt_hits_in_a_memory_that_holds_one_request():
 
 
 def test_requests_of_one_step_share_the_prefix_that_one_of_them_prefills(model):
-    alone, _ = generate(
-        engine_of(model, kv={"enable_prefix_caching": False}), [[*PROMPT, i] for i in range(3)]
-    )
+    prompts = [[*PROMPT, i] for i in range(3)]
+    alone, _ = generate(engine_of(model, kv=NO_CACHE), prompts)
     engine = engine_of(model)
 
-    outputs, usages = generate(engine, [[*PROMPT, i] for i in range(3)])
+    outputs, usages = generate(engine, prompts)
 
     assert [usage.cached_tokens for usage in usages] == [0, 12, 12]
     assert outputs == alone
     assert engine.num_steps == engines.NEW_TOKENS
-
-
-def test_prompt_in_prefill_is_shared_up_to_its_computed_tokens(model):
-    engine = engine_of(model, chunk_tokens=4, max_num_batched_tokens=8)
-
-    outputs, usages = generate(engine, [PROMPT, PROMPT])
-
+    in_chunks = engine_of(model, chunk_tokens=4, max_num_batched_tokens=8)
+    outputs, usages = generate(in_chunks, [PROMPT, PROMPT])  # up to the computed tokens
     assert outputs[0] == outputs[1]
     assert usages[1].cached_tokens == 4
 
@@ -99,72 +91,45 @@ def test_output_tokens_are_cached_too(model):
     [after], [usage] = generate(engine, [whole])
 
     assert usage.cached_tokens == found
-    [alone], _ = generate(engine_of(model, kv={"enable_prefix_caching": False}), [whole])
+    [alone], _ = generate(engine_of(model, kv=NO_CACHE), [whole])
     assert after == alone
 
 
-def test_prompt_with_prompt_logprobs_is_prefilled_whole(model):
+def test_nothing_is_found_for_prompt_logprobs_or_without_prefix_caching(model):
     params = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=1, ignore_eos=True)
-    engine = engine_of(model)
-    generate(engine, [PROMPT])
-
-    _, [usage] = generate(engine, [PROMPT], params)
-
-    assert usage.cached_tokens == 0
-
-
-def test_no_kv_is_retained_without_prefix_caching(model):
-    engine = engine_of(model, kv={"enable_prefix_caching": False})
-    generate(engine, [PROMPT])
-    _, [usage] = generate(engine, [PROMPT])
-
-    assert usage.cached_tokens == 0
+    for engine, second in ((engine_of(model), params), (engine_of(model, kv=NO_CACHE), None)):
+        generate(engine, [PROMPT])
+        _, [usage] = generate(engine, [PROMPT], second)
+        assert usage.cached_tokens == 0
     assert engine.stats().kv_used_bytes == engine.stats().cached_bytes == 0
 
 
-def test_cached_prefix_is_not_shared_across_tenants_or_salts():
+def test_only_a_public_prefix_is_shared_across_tenants_or_salts():
     engine = engine_of(engines.load("llama"))
     generate(engine, [PROMPT], tenant="a")
-    found = {
-        name: generate(engine, [PROMPT], **options)[1][0].cached_tokens
-        for name, options in {
-            "other tenant": {"tenant": "b"},
-            "default tenant": {},
-            "salted": {"tenant": "a", "cache_salt": "x"},
-            "same": {"tenant": "a"},
-        }.items()
-    }
+    others = {"tenant": "b"}, {}, {"tenant": "a", "cache_salt": "x"}, {"tenant": "a"}
 
-    assert found == {"other tenant": 0, "default tenant": 0, "salted": 0, "same": 12}
+    found = [generate(engine, [PROMPT], **options)[1][0].cached_tokens for options in others]
 
-
-def test_public_prefix_is_shared_by_all_tenants():
-    engine = engine_of(engines.load("llama"))
-    engine.share_publicly(PROMPT[:9])
-    generate(engine, [PROMPT], tenant="a")
-
-    _, [usage] = generate(engine, [PROMPT], tenant="b")
-
+    assert found == [0, 0, 0, 12]
+    for salt in ("a\nb", "a\x00", "x" * 129):
+        with pytest.raises(RequestError, match="salt"):
+            engine.submit(GenerationRequest(PROMPT, cache_salt=salt))
+    public = engine_of(engines.load("llama"))
+    public.share_publicly(PROMPT[:9])
+    generate(public, [PROMPT], tenant="a")
+    _, [usage] = generate(public, [PROMPT], tenant="b")
     assert usage.cached_tokens == 8
-
-
-@pytest.mark.parametrize("salt", ["a\nb", "a\x00", "x" * 129])
-def test_salt_with_control_characters_or_too_long_is_rejected(salt):
-    engine = engine_of(engines.load("llama"))
-    with pytest.raises(RequestError, match="salt"):
-        engine.submit(GenerationRequest(PROMPT, cache_salt=salt))
 
 
 def test_blocks_are_not_cached_after_an_eviction():
     """A cap of 8 tokens per lane: only blocks from before the first eviction are cached."""
     model = engines.load("llama")
-    engine = engine_of(model, kv={"evict": "recent:cap=8,every=2"})
+    kv = {"evict": "recent:cap=8,every=2"}
+    engine = engine_of(model, kv=kv)
     [first], _ = generate(engine, [PROMPT])
     [second], [usage] = generate(engine, [PROMPT])
-    [other], _ = generate(
-        engine_of(model, kv={"evict": "recent:cap=8,every=2", "enable_prefix_caching": False}),
-        [PROMPT],
-    )
+    [other], _ = generate(engine_of(model, kv=kv | NO_CACHE), [PROMPT])
 
     assert usage.cached_tokens == 8
     assert first == second == other
@@ -189,7 +154,7 @@ def test_cached_prefixes_are_evicted_before_a_request_is_preempted():
     for start in range(6):
         prompt = [start + 2] * 16
         [output], _ = generate(engine, [prompt])
-        [alone], _ = generate(engine_of(model, kv={"enable_prefix_caching": False}), [prompt])
+        [alone], _ = generate(engine_of(model, kv=NO_CACHE), [prompt])
         assert output == alone
 
     assert engine.stats().num_preemptions == 0

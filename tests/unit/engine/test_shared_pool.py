@@ -1,19 +1,17 @@
 """Engines of several models that share one KV memory."""
 
 import random
+from dataclasses import replace
 
 import psutil
 import pytest
 import torch
 
-from quire.api.async_llm import AsyncLLM
-from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
+from quire import AsyncLLM, GenerationRequest, KVConfig, ScheduleConfig
 from quire.engine.core import Engine
 from quire.engine.shared_pool import SharedPool
 from quire.errors import ConfigError, NeverFits
 from quire.kernels.paging import move_slots
-from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
 
 KIB = 1024
@@ -34,19 +32,23 @@ def expected():
     }
 
 
-def make_engines(models, total, **guaranteed):
+def make_engines(models, total="96KiB", guaranteed=("20KiB", "72KiB"), **options):
     """Make a shared pool and an engine of each model in it."""
     pool = SharedPool(total, slab_bytes=4 * KIB)
-    schedule = ScheduleConfig(max_num_seqs=12, chunk_tokens=16)
+    schedule, kv = ScheduleConfig(max_num_seqs=12, chunk_tokens=16), replace(KV, **options)
     return pool, {
-        name: Engine(models[name], KV, schedule, pool=pool.join(name, guaranteed=guaranteed[name]))
-        for name in PAIR
+        name: Engine(models[name], kv, schedule, pool=pool.join(name, guaranteed=size))
+        for name, size in zip(PAIR, guaranteed, strict=True)
     }
 
 
 def submit(engine, expected):
     ids = [engine.submit(GenerationRequest(e.prompt, engines.greedy())) for e in expected]
     return dict(zip(ids, expected, strict=True))
+
+
+def check_outputs(expected, found):
+    assert all(one.agrees(found[name], 1e-4) for name, one in expected.items())
 
 
 def step(pool, engine, outputs):
@@ -64,9 +66,8 @@ def run(pool, members, outputs, steps=None, all_members=None):
         for name, engine in members.items():
             if engine.has_work:
                 step(pool, engine, outputs[name])
-                assert (
-                    held_bytes(pool, all_members or members) + pool.free_bytes == pool.total_bytes
-                )
+                held = held_bytes(pool, all_members or members)
+                assert held + pool.free_bytes == pool.total_bytes
         rounds += 1
 
 
@@ -83,7 +84,7 @@ def held_bytes(pool, members):
 
 @pytest.mark.parametrize("total", ["92KiB", "128KiB"])
 def test_two_models_in_one_pool_have_the_outputs_of_separate_pools(models, expected, total):
-    pool, members = make_engines(models, total, llama_mqa="16KiB", gpt2="72KiB")
+    pool, members = make_engines(models, total, ("16KiB", "72KiB"))
     submitted = {name: submit(engine, expected[name]) for name, engine in members.items()}
     outputs = {name: {} for name in PAIR}
 
@@ -91,20 +92,13 @@ def test_two_models_in_one_pool_have_the_outputs_of_separate_pools(models, expec
 
     for name in PAIR:
         assert len(outputs[name]) == 12
-        for request_id, e in submitted[name].items():
-            assert e.agrees(outputs[name][request_id], 1e-4)
+        check_outputs(submitted[name], outputs[name])
     assert sum(engine.scheduler.num_preemptions for engine in members.values()) > 0
 
 
 @pytest.mark.parametrize("swap_space", ["0", "64KiB"])
 def test_random_step_order_and_cancellations_do_not_change_outputs(models, expected, swap_space):
-    pool, rng = SharedPool("96KiB", slab_bytes=4 * KIB), random.Random(7)
-    kv = KVConfig(page_tokens=4, swap_space=swap_space)
-    schedule = ScheduleConfig(max_num_seqs=12, chunk_tokens=16)
-    members = {
-        name: Engine(models[name], kv, schedule, pool=pool.join(name, guaranteed=guaranteed))
-        for name, guaranteed in zip(PAIR, ("20KiB", "72KiB"), strict=True)
-    }
+    (pool, members), rng = make_engines(models, swap_space=swap_space), random.Random(7)
     submitted = {name: submit(engine, expected[name]) for name, engine in members.items()}
     outputs = {name: {} for name in PAIR}
 
@@ -122,13 +116,12 @@ def test_random_step_order_and_cancellations_do_not_change_outputs(models, expec
 
     assert sum(engine.scheduler.num_preemptions for engine in members.values()) > 0
     for name in PAIR:
-        for request_id, e in submitted[name].items():
-            assert e.agrees(outputs[name][request_id], 1e-4)
+        check_outputs(submitted[name], outputs[name])
 
 
 def test_member_above_its_guarantee_is_preempted_for_the_guarantee_of_another(models, expected):
     """gpt2 holds most of the pool; llama gets its guarantee without a step of gpt2."""
-    pool, members = make_engines(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
+    pool, members = make_engines(models)
     owner, over_guarantee = members["llama_mqa"], members["gpt2"]
     outputs = {name: {} for name in PAIR}
     submitted = submit(over_guarantee, expected["gpt2"])
@@ -144,14 +137,13 @@ def test_member_above_its_guarantee_is_preempted_for_the_guarantee_of_another(mo
     assert over_guarantee.num_steps == steps_before
     assert 0 < over_guarantee.scheduler.num_preemptions <= ran_before
     run(pool, members, outputs)
-    for request_id, e in submitted.items():
-        assert e.agrees(outputs["gpt2"][request_id], 1e-4)
-    assert all(e.agrees(outputs["llama_mqa"][i], 1e-4) for i, e in first.items())
+    check_outputs(submitted, outputs["gpt2"])
+    check_outputs(first, outputs["llama_mqa"])
 
 
 def test_idle_member_above_its_guarantee_frees_memory_too(models, expected):
     """All its requests are cancelled, none is stepped again: its memory can still be freed."""
-    pool, members = make_engines(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
+    pool, members = make_engines(models)
     outputs = {name: {} for name in PAIR}
     ids = submit(members["gpt2"], expected["gpt2"])
     run(pool, {"gpt2": members["gpt2"]}, outputs, steps=6)
@@ -161,12 +153,11 @@ def test_idle_member_above_its_guarantee_frees_memory_too(models, expected):
     submitted = submit(members["llama_mqa"], expected["llama_mqa"])
     run(pool, {"llama_mqa": members["llama_mqa"]}, outputs, all_members=members)
 
-    for request_id, e in submitted.items():
-        assert e.agrees(outputs["llama_mqa"][request_id], 1e-4)
+    check_outputs(submitted, outputs["llama_mqa"])
 
 
 def test_cached_prefixes_above_the_guarantee_are_evicted(models, expected):
-    pool, members = make_engines(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
+    pool, members = make_engines(models)
     outputs = {name: {} for name in PAIR}
     submit(members["gpt2"], expected["gpt2"])
     run(pool, {"gpt2": members["gpt2"]}, outputs)
@@ -182,28 +173,18 @@ def test_cached_prefixes_above_the_guarantee_are_evicted(models, expected):
     pool.check()
 
 
-def test_request_must_fit_the_guarantee_of_its_engine(models):
-    _, members = make_engines(models, "160KiB", llama_mqa="16KiB", gpt2="72KiB")
-
-    with pytest.raises(NeverFits, match=r"KV memory has 16,384 B.* raise guaranteed= to \d+KiB"):
-        members["llama_mqa"].submit(GenerationRequest(list(range(2, 120)), engines.greedy(200)))
-
-
-def test_guarantees_above_the_pool_size_are_rejected_with_the_sizes():
+def test_guarantees_and_pools_that_do_not_fit_are_rejected_with_the_sizes():
     pool = SharedPool("64KiB", slab_bytes=4 * KIB)
     pool.join("a", guaranteed="48KiB")
 
-    with pytest.raises(
-        ConfigError, match=r"32,768 B, but 49,152 B of 65,536 B are guaranteed to a;"
-    ):
+    with pytest.raises(ConfigError, match=r"32,768 B, but 49,152 B of 65,536 B are guaranteed to "):
         pool.join("b", guaranteed="32KiB")
     with pytest.raises(ConfigError, match="two members"):
         pool.join("a", guaranteed=KIB)
     with pytest.raises(ConfigError, match="expected a member name"):
         pool.join("a b", guaranteed=KIB)
-
-
-def test_pool_above_free_memory_is_rejected():
+    pool.leave("a")  # a member without an engine
+    pool.join("b", guaranteed="64KiB")
     with pytest.raises(ConfigError, match="exceeds the"):
         SharedPool(2 * psutil.virtual_memory().total)
 
@@ -240,12 +221,15 @@ def test_engine_that_fails_after_joining_releases_its_guarantee(models):
     with pytest.raises(ConfigError, match="'gpt2' has left; join the shared pool again"):
         Engine(models["gpt2"], KV, pool=member)
 
-    engine = Engine(models["gpt2"], KV, pool=pool.join("gpt2", guaranteed="128KiB"))
+    member = pool.join("gpt2", guaranteed="128KiB")
+    engine = Engine(models["gpt2"], KV, pool=member)
+    with pytest.raises(ConfigError, match="two members"):
+        Engine(models["gpt2"], KV, pool=member)
     assert engine.pool.kv.memory.total_bytes == 128 * KIB
 
 
 def test_leaving_member_drops_its_cache_and_releases_its_guarantee(models, expected):
-    pool, members = make_engines(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
+    pool, members = make_engines(models)
     outputs = {name: {} for name in PAIR}
     submit(members["gpt2"], expected["gpt2"])
     run(pool, {"gpt2": members["gpt2"]}, outputs, all_members=members)
@@ -262,15 +246,13 @@ def test_leaving_member_drops_its_cache_and_releases_its_guarantee(models, expec
 
 
 def test_member_with_requests_cannot_leave(models, expected):
-    pool, members = make_engines(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
+    pool, members = make_engines(models)
     ids = submit(members["gpt2"], expected["gpt2"])
     with pytest.raises(ConfigError, match=r"0 requests .*hold 0 B, 12 are waiting"):
         pool.leave("gpt2")
     members["gpt2"].step()
 
-    with pytest.raises(
-        ConfigError, match=r"'gpt2' cannot leave: [1-9]\d* requests .*; step the engine"
-    ):
+    with pytest.raises(ConfigError, match=r"'gpt2' cannot leave: [1-9]\d* requests .*; step the"):
         pool.leave("gpt2")
     with pytest.raises(ConfigError, match=r"named 'gpt3'; members: llama_mqa, gpt2$"):
         pool.leave("gpt3")
@@ -280,35 +262,14 @@ def test_member_with_requests_cannot_leave(models, expected):
     pool.leave("gpt2")
 
 
-def test_member_without_an_engine_can_leave():
-    pool = SharedPool("64KiB", slab_bytes=4 * KIB)
-    pool.join("a", guaranteed="64KiB")
-
-    pool.leave("a")
-
-    pool.join("b", guaranteed="64KiB")
-
-
-def test_membership_is_used_by_one_engine_only(models):
-    pool = SharedPool("128KiB", slab_bytes=4 * KIB)
-    member = pool.join("gpt2", guaranteed="64KiB")
-    Engine(models["gpt2"], KV, pool=member)
-
-    with pytest.raises(ConfigError, match="two members"):
-        Engine(models["gpt2"], KV, pool=member)
-
-
-def test_model_on_another_device_than_the_pool_is_rejected(models):
-    _, members = make_engines(models, "160KiB", llama_mqa="16KiB", gpt2="72KiB")
+def test_another_device_other_threads_and_too_long_requests_are_rejected(models):
+    _, members = make_engines(models, "160KiB", ("16KiB", "72KiB"))
     layout = members["gpt2"].pool.kv.memory.layout
     member = SharedPool("128KiB").join("gpt2", guaranteed="64KiB")
 
     with pytest.raises(ConfigError, match="the model is on meta, the shared pool on cpu"):
         member.make_memory(layout, 1, torch.device("meta"), move_slots)
-
-
-def test_engine_of_a_shared_pool_cannot_run_in_a_thread(models):
-    _, members = make_engines(models, "160KiB", llama_mqa="16KiB", gpt2="72KiB")
-
     with pytest.raises(ConfigError, match="stepped in one thread"):
         AsyncLLM(members["gpt2"])
+    with pytest.raises(NeverFits, match=r"KV memory has 16,384 B.* raise guaranteed= to \d+KiB"):
+        members["llama_mqa"].submit(GenerationRequest(list(range(2, 120)), engines.greedy(200)))

@@ -1,18 +1,18 @@
 """Recurrent states in the KV memory: their bytes, and turns of a conversation."""
 
+from itertools import count
+
 import pytest
 import torch
 from torch import Tensor
 
 from models.tiny import build
-from quire.api.llm import LLM
-from quire.config.generation_request import GenerationRequest
-from quire.config.sampling_params import SamplingParams
+from quire import LLM, GenerationRequest, SamplingParams, ScheduleConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
 from quire.models.loader import load_model
-from quire.scheduler.schedule_config import ScheduleConfig
+from support.engines import greedy
 from support.kv_options import kv_config
 
 PAGE_TOKENS, NEW_TOKENS, TURN_TOKENS = 16, 9, 11
@@ -33,8 +33,7 @@ def engine_of(loaded, schedule: ScheduleConfig | None = None, **options) -> Engi
 
 def answer(engine: Engine, name: str, prompt: list[int], count: int = NEW_TOKENS, preempt=()):
     """Tokens and usage of one request; `preempt` are options of a preemption after 3 tokens."""
-    params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
-    engine.submit(GenerationRequest(prompt, params, request_id=name))
+    engine.submit(GenerationRequest(prompt, greedy(count), request_id=name))
     tokens: list[int] = []
     while True:
         if preempt and len(tokens) == 3:
@@ -62,8 +61,7 @@ def state_bytes_by_hand(spec: ModelSpec) -> int:
 
 def test_a_short_request_holds_its_states_and_a_page_of_each_attention_layer(loaded):
     engine = engine_of(loaded)
-    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-    engine.submit(GenerationRequest(list(range(3, 15)), params, request_id="short"))
+    engine.submit(GenerationRequest(list(range(3, 15)), greedy(2)))
     engine.step()
 
     memory, row = engine.pool.kv.memory, engine.scheduler.running[0].memory.row
@@ -121,9 +119,8 @@ def checkpoints(engine: Engine) -> list[int]:
 
 @pytest.mark.parametrize("chunk_tokens", [7, 64, 512])
 def test_states_are_stored_at_each_interval_of_a_prompt_and_a_response(loaded, chunk_tokens):
-    engine = engine_of(
-        loaded, ScheduleConfig(chunk_tokens=chunk_tokens), state_checkpoint_interval=48
-    )
+    schedule = ScheduleConfig(chunk_tokens=chunk_tokens)
+    engine = engine_of(loaded, schedule, state_checkpoint_interval=48)
     prompt = [3 + n * 5 % 90 for n in range(120)]
     first, _ = answer(engine, "first", prompt, count=60)
 
@@ -172,16 +169,16 @@ def test_checkpoints_have_a_limit_of_bytes_and_lookups_end_at_those_that_remain(
     )
 
 
+OFF = {"state_checkpoint_memory": "1MiB", "enable_prefix_caching": False}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"state_checkpoint_interval": 24}, "multiple of 16 tokens, .* got 24"),
         ({"state_checkpoint_interval": -16}, "0 or more"),
         ({"state_checkpoint_memory": "1KiB"}, "the bytes of one checkpoint, got 1,024 B"),
-        (
-            {"state_checkpoint_memory": "1MiB", "enable_prefix_caching": False},
-            "memory has no effect: the prefix cache is off",
-        ),
+        (OFF, "memory has no effect: the prefix cache is off"),
     ],
 )
 def test_options_of_checkpoints_are_checked(loaded, options, message):
@@ -214,21 +211,18 @@ def test_completions_and_beams_of_a_prompt_equal_separate_runs(loaded):
 def test_a_step_that_fails_after_it_has_written_states_can_be_repeated(loaded, is_async, at_call):
     """Keys and values may be written twice, a state must not be updated twice."""
     schedule = ScheduleConfig(async_scheduling=is_async, chunk_tokens=16)
-    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     prompts = [list(range(3, 3 + count)) for count in (5, 40, 17, 33)]
-    calls = 0
+    numbers = count(1)
 
     def fail(*_arguments) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == at_call:
+        if next(numbers) == at_call:
             raise RuntimeError("a bug")
 
     found = []
     for fails in (False, True):
         engine, tokens = engine_of(loaded, schedule), {}
         for number, prompt in enumerate(prompts):
-            engine.submit(GenerationRequest(prompt, params, request_id=str(number)))
+            engine.submit(GenerationRequest(prompt, greedy(20), request_id=str(number)))
         last = loaded.decoder.model.get_submodule("model.layers")[-1]
         hook = last.register_forward_hook(fail) if fails else None
         num_errors = 0
@@ -251,8 +245,7 @@ def test_a_step_that_fails_after_it_has_written_states_can_be_repeated(loaded, i
 def stored_states(loaded, codec: str) -> tuple[Tensor, int]:
     """The states after one prompt, all numbers in one vector, and the bytes of their pages."""
     engine = engine_of(loaded, codec=codec)
-    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-    engine.submit(GenerationRequest(list(range(3, 60)), params, request_id="states"))
+    engine.submit(GenerationRequest(list(range(3, 60)), greedy(2)))
     engine.step()
     kv, row = engine.pool.kv, engine.scheduler.running[0].memory.row
     found, num_bytes = [], 0

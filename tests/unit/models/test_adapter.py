@@ -1,6 +1,6 @@
 """The adapter equals Transformers' own attention for every test architecture."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,26 +11,16 @@ from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall
 from quire.models.bridge import attend_through_bridge
 from support import zoo
-from support.flat import flat_logits, sequences
-
-TOLERANCE = 1e-4
-
-
-def reference_logits(name: str, prompts: list[Tensor]) -> list[Tensor]:
-    model = zoo.build(name)
-    with torch.inference_mode():
-        return [model(prompt.unsqueeze(0)).logits[0] for prompt in prompts]
+from support.flat import flat_logits, plain_logits, sequences
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_ragged_chunked_batches_give_transformers_logits(name: str) -> None:
     prompts = sequences(21, 13, 1, 17, vocab_size=zoo.VOCAB_SIZE)
-    decoder = TransformersDecoder(zoo.build(name))
+    ours = flat_logits(TransformersDecoder(zoo.build(name)), prompts, chunk_tokens=[6, 5, 1, 1, 64])
 
-    ours = flat_logits(decoder, prompts, chunk_tokens=[6, 5, 1, 1, 64])
-
-    for actual, expected in zip(ours, reference_logits(name, prompts), strict=True):
-        torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=0)
+    for actual, expected in zip(ours, plain_logits(zoo.build(name), *prompts), strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
 
 def test_lm_head_runs_on_sampled_rows_only() -> None:
@@ -42,12 +32,7 @@ def test_lm_head_runs_on_sampled_rows_only() -> None:
 
     assert head_inputs == [(1, 2, decoder.spec.hidden_size)]
     assert logits.shape == (2, zoo.VOCAB_SIZE)
-
-
-def test_batch_without_sampled_rows_has_no_logits() -> None:
-    logits = run(TransformersDecoder(zoo.build("llama")), Recorder(), sample_rows=[])
-
-    assert logits.shape == (0, zoo.VOCAB_SIZE)
+    assert run(decoder, Recorder(), sample_rows=[]).shape == (0, zoo.VOCAB_SIZE)
 
 
 def test_model_without_logits_to_keep_computes_all_rows() -> None:
@@ -55,43 +40,35 @@ def test_model_without_logits_to_keep_computes_all_rows() -> None:
     whole = TransformersDecoder(zoo.build("gemma2"))
     forward = model.forward
     model.forward = lambda input_ids, position_ids, use_cache, return_dict: forward(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        use_cache=use_cache,
-        return_dict=return_dict,
+        input_ids, position_ids=position_ids, use_cache=use_cache, return_dict=return_dict
     )
 
-    logits = run(TransformersDecoder(model), Recorder(), num_tokens=5, sample_rows=[4, 1])
-
-    torch.testing.assert_close(
-        logits, run(whole, Recorder(), num_tokens=5, sample_rows=[4, 1]), atol=1e-6, rtol=0
+    found, expected = (
+        run(decoder, Recorder(), num_tokens=5, sample_rows=[4, 1])
+        for decoder in (TransformersDecoder(model), whole)
     )
+
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
 def test_one_model_in_two_threads_keeps_requests_separate() -> None:
     decoder = TransformersDecoder(zoo.build("llama"))
     prompts = sequences(18, 18, vocab_size=zoo.VOCAB_SIZE)
-    alone = [flat_logits(decoder, [prompt], chunk_tokens=[4])[0] for prompt in prompts]
-    together: dict[int, Tensor] = {}
 
-    def work(number: int) -> None:
-        together[number] = flat_logits(decoder, [prompts[number]], chunk_tokens=[4])[0]
+    def work(prompt: Tensor) -> Tensor:
+        return flat_logits(decoder, [prompt], chunk_tokens=[4])[0]
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert all(torch.equal(together[number], alone[number]) for number in range(2))
+    alone = [work(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(2) as threads:
+        assert all(map(torch.equal, threads.map(work, prompts), alone))
 
 
-def test_bridge_is_cleared_after_a_failed_forward() -> None:
+def test_bridge_is_cleared_after_a_failed_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.build("llama")
-    decoder = TransformersDecoder(model)
+    monkeypatch.setattr(Recorder, "attend", lambda *_: 1 // 0)
 
     with pytest.raises(ZeroDivisionError):
-        run(decoder, Failing())
+        run(TransformersDecoder(model), Recorder())
 
     with pytest.raises(InvariantError, match="only in forwards of a Quire decoder"):
         model(torch.tensor([[1, 2, 3]]))
@@ -105,45 +82,40 @@ def test_model_can_have_one_decoder_only() -> None:
         TransformersDecoder(model)
 
 
+@pytest.fixture
+def attention():
+    """Attention of layer 1 of a decoder outside of a forward, with a recorder."""
+    model = zoo.build("llama")
+    module = model.model.layers[1].self_attn
+    module.decoder = TransformersDecoder(model)
+    module.quire_bridge.attention = Recorder()
+    return module
+
+
 @pytest.mark.parametrize(
-    ("options", "word"),
+    ("options", "num_values", "word"),
     [
-        ({"position_bias": torch.zeros(1)}, "position_bias"),
-        ({"indices": torch.zeros(1)}, "indices"),
-        ({"is_causal": False}, "passes is_causal=False"),
+        ({"position_bias": torch.zeros(1)}, 2, "position_bias"),
+        ({"indices": torch.zeros(1)}, 2, "indices"),
+        ({"is_causal": False}, 2, "passes is_causal=False"),
+        ({}, 1, "as many values as keys"),
     ],
 )
-def test_unknown_attention_options_are_refused(options: dict[str, object], word: str) -> None:
-    model = zoo.build("llama")
-    module = model.model.layers[0].self_attn
-    TransformersDecoder(model)
-    module.quire_bridge.attention = Recorder()
+def test_unknown_attention_options_are_refused(attention, options, num_values, word: str) -> None:
     states = torch.zeros(1, 4, 2, 8)
 
     with pytest.raises(UnsupportedModel, match=word):
-        attend_through_bridge(module, states, states, states, None, **options)
+        attend_through_bridge(attention, states, states, states[:, :, :num_values], None, **options)
 
 
-def test_fewer_values_than_keys_are_refused() -> None:
-    model = zoo.build("llama")
-    module = model.model.layers[0].self_attn
-    TransformersDecoder(model)
-    module.quire_bridge.attention = Recorder()
-    states = torch.zeros(1, 4, 2, 8)
-
-    with pytest.raises(UnsupportedModel, match="as many values as keys"):
-        attend_through_bridge(module, states, states, states[:, :, :1], None)
-
-
-def test_default_scale_follows_from_head_dim() -> None:
-    model, recorder = zoo.build("llama"), Recorder()
-    module = model.model.layers[1].self_attn
-    TransformersDecoder(model)
-    module.quire_bridge.attention = recorder
+def test_default_scale_follows_from_head_dim(attention) -> None:
     states = torch.zeros(1, 4, 2, 16)
 
-    out, weights = attend_through_bridge(module, states, states, states, None, output_router=True)
+    out, weights = attend_through_bridge(
+        attention, states, states, states, None, output_router=True
+    )
 
+    recorder = attention.quire_bridge.attention
     assert recorder.calls == [AttentionCall(1, 0.25, None, None, None)]
     assert out.shape == (1, 2, 4, 16)
     assert weights is None
@@ -158,14 +130,9 @@ class Recorder:
         return query.clone()
 
 
-class Failing:
-    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        raise ZeroDivisionError
-
-
 def run(
     decoder: TransformersDecoder,
-    attention: Recorder | Failing,
+    attention: Recorder,
     *,
     num_tokens: int = 4,
     sample_rows: list[int] | None = None,

@@ -1,14 +1,16 @@
-"""Chat templates: forms of content, texts that vanish, and continued messages."""
+"""Chat templates (forms of content, texts that vanish, continued messages), and tokenizers."""
 
 import re
+import string
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, models, normalizers, processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from quire.errors import RequestError
 from quire.models.chat_template import ChatTemplate
 from quire.models.source import find_model
-from quire.models.tokenizer import encode_prompt, load_tokenizer
+from quire.models.tokenizer import encode_prompt, load_tokenizer, undecodable_ids
 
 DOC = 2  # <|doc|>
 LOOP = "{% for m in messages %}<{{ m.role }}>BODY</{{ m.role }}>{% endfor %}"
@@ -18,17 +20,15 @@ def with_body(body: str) -> str:
     return LOOP.replace("BODY", body)
 
 
+def with_parts(body: str, parts: str = "m.content") -> str:
+    return with_body(f"{{% for p in {parts} %}}{body}{{% endfor %}}")
+
+
 PARTS = {
-    "loop": with_body(
-        "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
-    ),
-    "subscripts": with_body("{% for p in m['content'] %}{{ p['text'] }}{% endfor %}"),
-    "in": with_body(
-        "{% for p in m.content %}{% if 'text' in p %}{{ p['text'] }}{% endif %}{% endfor %}"
-    ),
-    "filtered loop": with_body(
-        "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}"
-    ),
+    "loop": with_parts("{% if p.type == 'text' %}{{ p.text }}{% endif %}"),
+    "subscripts": with_parts("{{ p['text'] }}", "m['content']"),
+    "in": with_parts("{% if 'text' in p %}{{ p['text'] }}{% endif %}"),
+    "filtered loop": with_parts("{{ p.text }}", "m.content if p.type == 'text'"),
     "first": with_body("{{ m.content[0].text }}"),
     "first subscripts": with_body("{{ m['content'][0]['text'] }}"),
     "first filter": with_body("{{ (m.content | first).text }}"),
@@ -41,15 +41,15 @@ PARTS = {
     "two variables": with_body(
         "{% set c = m['content'] %}{% set d = c | list %}{% for p in d %}{{ p.text }}{% endfor %}"
     ),
-    "slice": with_body("{% for p in m.content[:] %}{{ p.text }}{% endfor %}"),
+    "slice": with_parts("{{ p.text }}", "m.content[:]"),
     "macro": "{% macro show(c) %}{% for p in c %}{{ p.text }}{% endfor %}{% endmacro %}"
     + with_body("{{ show(m.content) }}"),
     "namespace": with_body(
         "{% set ns = namespace(t='') %}{% for p in m.content %}{% set ns.t = ns.t + p.text %}"
         "{% endfor %}{{ ns.t }}"
     ),
-    "variable of messages": "{% set all = messages %}{% for m in all %}"
-    "<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}</{{ m.role }}>{% endfor %}",
+    "variable of messages": "{% set all = messages %}"
+    + with_parts("{{ p.text }}").replace("in messages", "in all"),
 }
 BOTH = {
     "is string": with_body(
@@ -76,6 +76,8 @@ STRINGS = {
     "system as string": "{{ messages[0].content }}{% for m in messages[1:] %}"
     "{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
 }
+CHAT_OF_A = [{"role": "user", "content": "a"}]
+CALLS = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
 CHAT = [
     ("system", "Be brief, please."),
     ("user", "hi"),
@@ -102,23 +104,18 @@ def render(tokenizer: PreTrainedTokenizerBase):
     return run
 
 
+def content_of(text, split):
+    """A content as a text, or as a list of parts."""
+    texts = [text] if split == 1 else [text[:2], text[2:]]
+    return [{"type": "text", "text": one} for one in texts if one] if split else text
+
+
 def messages_of(pairs, split):
-    """Messages with contents as texts, or as lists of parts."""
-    if not split:
-        return [{"role": role, "content": text} for role, text in pairs]
-    found = []
-    for role, text in pairs:
-        texts = [text] if split == 1 else [text[:2], text[2:]]
-        parts = [{"type": "text", "text": one} for one in texts if one]
-        found.append({"role": role, "content": parts})
-    return found
+    return [{"role": role, "content": content_of(text, split)} for role, text in pairs]
 
 
 def squashed(text: str) -> str:
     return re.sub(r"\\n|\W", "", text.lower())
-
-
-# ---- forms of content ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("split", [0, 1, 2])
@@ -166,19 +163,10 @@ def test_calls_without_content_are_written(render, content, own):
     assert text == "<user>hello</user><assistant>look,look,</assistant><tool>four</tool>"
 
 
-def test_template_that_reads_both_forms_gets_the_given_one(render):
-    template = with_body("{{ 'text:' if m.content is string else 'parts:' }}") + BOTH["is string"]
-
-    texts = [render(template, messages_of([("user", "hello")], split)) for split in (0, 1)]
-
-    assert ["text:" in text for text in texts] == [True, False]
-
-
 def test_result_of_a_tool_gets_the_form_that_the_template_reads(render):
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     chat = [
         {"role": "user", "content": "hello"},
-        {"role": "assistant", "tool_calls": [call]},
+        {"role": "assistant", "tool_calls": CALLS},
         {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "four"}]},
     ]
     template = (
@@ -190,15 +178,19 @@ def test_result_of_a_tool_gets_the_form_that_the_template_reads(render):
 
 
 @pytest.mark.parametrize(
-    ("content_format", "split", "expected"), [("string", 2, "text:"), ("openai", 0, "parts:")]
+    ("content_format", "split", "expected"),
+    [("auto", 0, "text:"), ("auto", 1, "parts:"), ("string", 2, "text:"), ("openai", 0, "parts:")],
 )
-def test_form_can_be_forced(render, content_format, split, expected):
+def test_template_that_reads_both_forms_gets_the_given_or_forced_one(
+    render, content_format, split, expected
+):
     template = with_body("{{ 'text:' if m.content is string else 'parts:' }}") + BOTH["is string"]
 
-    assert expected in render(template, messages_of([("user", "hello")], split), content_format)
-
-
-# ---- texts that vanish ---------------------------------------------------------------------------
+    messages = messages_of([("user", "hello")], split)
+    assert expected in render(template, messages, content_format)
+    for form, other in (("string", PARTS["loop"]), ("openai", STRINGS["plain"])):
+        with pytest.raises(RequestError, match=rf"\(now {form}\)"):
+            render(other, messages_of([("user", "hello")], 0), form)
 
 
 @pytest.mark.parametrize(
@@ -227,14 +219,6 @@ def test_message_whose_text_vanishes_is_refused(render, template, number, split)
 
 
 @pytest.mark.parametrize(
-    ("content_format", "template"), [("string", PARTS["loop"]), ("openai", STRINGS["plain"])]
-)
-def test_forced_form_that_the_template_does_not_read_is_refused(render, content_format, template):
-    with pytest.raises(RequestError, match=rf"\(now {content_format}\)"):
-        render(template, messages_of([("user", "hello")], 0), content_format)
-
-
-@pytest.mark.parametrize(
     ("template", "message"),
     [
         (STRINGS["plain"], {"role": "user", "content": ""}),
@@ -246,11 +230,7 @@ def test_forced_form_that_the_template_does_not_read_is_refused(render, content_
         (STRINGS["reasoning"], {"role": "assistant", "content": "<think>a long thought</think>"}),
         (
             with_body("{% if not m.tool_calls %}{{ m.content }}{% endif %}"),
-            {
-                "role": "assistant",
-                "content": "I call it.",
-                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f"}}],
-            },
+            {"role": "assistant", "content": "I call it.", "tool_calls": CALLS},
         ),
         (
             with_body("{{ m.content | replace('/no_think', '') }}"),
@@ -279,16 +259,10 @@ def test_system_message_that_is_written_with_the_last_message_of_the_user_is_acc
     assert ("Be brief." in text) == (not last)
 
 
-# ---- continued messages --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("text", ["1, 2,", "user", "e", "</assistant>", "two\nlines"])
 @pytest.mark.parametrize(
     "template",
-    [
-        *(PARTS["loop"], PARTS["first"], BOTH["is string"], BOTH["first part or string"]),
-        STRINGS["plain"],
-    ],
+    [PARTS["loop"], PARTS["first"], *list(BOTH.values())[::2], STRINGS["plain"]],
 )
 @pytest.mark.parametrize("split", [0, 1, 2])
 def test_prompt_ends_in_the_continued_message(render, template, text, split):
@@ -303,11 +277,7 @@ def test_prompt_ends_in_the_continued_message(render, template, text, split):
     ("message", "options", "expected"),
     [
         ({}, {}, "needs `add_generation_prompt` to be false"),
-        (
-            {"tool_calls": [{"id": "1", "function": {"name": "f"}}]},
-            {"add_generation_prompt": False},
-            "`tool_calls`",
-        ),
+        ({"tool_calls": CALLS}, {"add_generation_prompt": False}, "`tool_calls`"),
     ],
 )
 def test_message_that_cannot_be_continued_is_refused(render, message, options, expected):
@@ -317,36 +287,14 @@ def test_message_that_cannot_be_continued_is_refused(render, message, options, e
         render(STRINGS["plain"], chat, continue_final_message=True, **options)
 
 
-# ---- the packaged template, and refusals ---------------------------------------------------------
-
-
-def test_chat_with_the_packaged_model_is_one_document(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    messages = [
-        {"role": "system", "content": "Facts. "},
-        {"role": "user", "content": "The key is\n"},
-    ]
+def test_chat_with_the_packaged_model_is_one_document(tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = messages_of([("system", "Facts. "), ("user", "The key is\n")], 0)
     template = ChatTemplate(tokenizer)
 
+    later = messages_of([("user", "one "), ("assistant", "two "), ("user", "x")], 0)
+    assert template.render(later).startswith(template.render(later[:1]) + "two ")
     assert template.render(messages) == "<|doc|>Facts. The key is\n"
     assert template.encode(messages) == [DOC, *encode_prompt(tokenizer, "Facts. The key is\n")]
-
-
-def test_later_turn_starts_with_the_earlier_turns(tokenizer: PreTrainedTokenizerBase) -> None:
-    first = [{"role": "user", "content": "one "}]
-    later = [*first, {"role": "assistant", "content": "two "}, {"role": "user", "content": "x"}]
-    template = ChatTemplate(tokenizer)
-
-    assert template.render(later).startswith(template.render(first) + "two ")
-
-
-def test_template_with_bos_does_not_duplicate_it(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    tokenizer.chat_template = "<s>{{ messages[0]['content'] }}"
-
-    assert ChatTemplate(tokenizer).encode([{"role": "user", "content": "a"}]).count(0) == 1
 
 
 def test_template_for_tools_has_its_own_form(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -356,30 +304,130 @@ def test_template_for_tools_has_its_own_form(tokenizer: PreTrainedTokenizerBase)
     texts = [template.render(chat, tools=tools) for tools in (None, [{"type": "function"}])]
 
     assert texts == ["<user>hello</user>"] * 2
+    tokenizer.chat_template = "<s>{{ messages[0]['content'] }}"
+    assert ChatTemplate(tokenizer).encode(CHAT_OF_A).count(0) == 1  # one token of the beginning
 
 
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
-        (None, [{"role": "user", "content": "hello"}], "no chat template"),
-        (
-            "{{ raise_exception('roles must alternate') }}",
-            [{"role": "user", "content": ""}],
-            "must alternate",
-        ),
-        ("{{ messages[0]['content'] + 1 }}", [{"role": "user", "content": "a"}], "refuses"),
-        ({"other": "a"}, [{"role": "user", "content": "a"}], "no chat template for these"),
+        (None, CHAT_OF_A, "no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", CHAT_OF_A, "must alternate"),
+        ("{{ messages[0]['content'] + 1 }}", CHAT_OF_A, "refuses"),
+        ({"other": "a"}, CHAT_OF_A, "no chat template for these"),
         ("{{ x }}", [], "at least one message"),
         ("{{ '' }}", [{"role": "user", "content": ""}], "at least one token"),
     ],
 )
 def test_messages_refused_by_the_template_raise_a_request_error(
-    tokenizer: PreTrainedTokenizerBase,
-    template: str | None,
-    messages: list[dict[str, str]],
-    message: str,
-) -> None:
+    tokenizer, template, messages, message
+):
     tokenizer.chat_template = template
 
     with pytest.raises(RequestError, match=message):
         ChatTemplate(tokenizer).encode(messages)
+
+
+def test_prompt_is_encoded_without_extra_special_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    token_ids = encode_prompt(tokenizer, "The key is 42.")
+
+    assert DOC not in token_ids
+    assert tokenizer.decode(token_ids) == "The key is 42."
+    assert encode_prompt(tokenizer, "<|doc|>The key is 42.") == [DOC, *token_ids]
+    assert len(encode_prompt(tokenizer, "7" * 5000)) == 5000  # longer than the context
+    with pytest.raises(RequestError, match="at least one token"):
+        encode_prompt(tokenizer, "")
+
+
+SENTENCES = "The gull cries above the harbour wall, and 17 boats sail over the quiet water.\n"
+TEXTS = {
+    "sentences": SENTENCES * 900,
+    "one character": "a" * 67_001,
+    "period of seven": "abcabca" * 10_000,
+    "odd number of pairs": "ab" * 33_501,
+    "odd number of pairs before a word": "ab" * 33_501 + "the",
+    "spaces": " " * 250_000 + "end" + " \n" * 2000,
+    "no spaces": "".join(chr(97 + i * i % 26) for i in range(70_000)),
+    "other scripts": "日本語のテキスト、😀 naïve e\u0301 " * 2500,
+    "special tokens": ("<|doc|>a text " * 5_000),
+}
+
+
+def sentence_piece() -> PreTrainedTokenizerBase:
+    """A tokenizer without pre-tokenization, which begins and ends each text with a token."""
+    words = ["▁the", "▁boat", "aa", "aaaa", "ab", "abab", "abc", "▁▁", "▁▁▁▁"]
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    for symbol in [*dict.fromkeys("▁" + string.printable), *words]:
+        vocab.setdefault(symbol, len(vocab))
+    merges = [("a", "a"), ("aa", "aa"), ("a", "b"), ("ab", "c"), ("ab", "ab")]
+    merges += [("▁", "▁"), ("▁▁", "▁▁")]
+    backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("keep", [1, 300])
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("kind", ["byte level", "sentence piece"])
+def test_last_tokens_of_a_text_are_those_of_the_whole_text(kind, name, keep, tokenizer) -> None:
+    tokenizer = tokenizer if kind == "byte level" else sentence_piece()
+    whole = encode_prompt(tokenizer, TEXTS[name])
+
+    assert encode_prompt(tokenizer, TEXTS[name], keep=keep) == whole[-keep:]
+    assert encode_prompt(tokenizer, "a b", keep=keep) == encode_prompt(tokenizer, "a b")[-keep:]
+
+
+@pytest.mark.parametrize(
+    ("text", "longest_token", "max_characters"),
+    [
+        (SENTENCES * 10_000, 11, 60_000),
+        (SENTENCES * 900, 256, 2 * len(SENTENCES) * 900),
+        (" " * 200_000, 256, 2 * 200_000),
+    ],
+)
+def test_last_tokens_of_a_long_text_are_found_from_few_characters(
+    tokenizer, text, longest_token, max_characters
+) -> None:
+    lengths: list[int] = []
+
+    class Counted(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, text: str, **options: object) -> object:
+            lengths.append(len(text))
+            return super().__call__(text, **options)
+
+        def get_vocab(self) -> dict[str, int]:
+            return super().get_vocab() | {"a" * longest_token: 0}
+
+    tokenizer.__class__ = Counted
+    encode_prompt(tokenizer, text, keep=10)
+
+    assert 0 < sum(lengths) <= max_characters
+
+
+def test_ids_without_a_token_are_undecodable(tokenizer, tmp_path) -> None:
+    assert undecodable_ids(tokenizer, len(tokenizer)) == []
+    assert load_tokenizer(tmp_path) is None
+    vocab = {"a": 0, "b": 1, "c": 4}
+    plain = Tokenizer(models.WordLevel(vocab, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="a")
+    tokenizer.add_special_tokens({"eos_token": "</s>"})
+    added = tokenizer.convert_tokens_to_ids("</s>")
+
+    assert added == 3  # the number of tokens before
+    assert undecodable_ids(tokenizer, 8) == [2, 5, 6, 7]
+    assert undecodable_ids(tokenizer, 3) == [2]
+    assert undecodable_ids(None, 8) == []
+
+
+def test_tokens_with_equal_texts_are_decodable() -> None:
+    tokens = [("<unk>", 0.0), ("a", -1.0), ("a", -2.0), ("b", -1.0)]
+    plain = Tokenizer(models.Unigram(tokens, unk_id=0))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<unk>")
+
+    assert len(set(tokenizer.get_vocab().values())) == 3
+    assert undecodable_ids(tokenizer, 6) == [4, 5]

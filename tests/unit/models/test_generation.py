@@ -28,9 +28,7 @@ def read(folder: Path, **values: object) -> GenerationDefaults:
         ({}, {"text_config": None}, ()),
     ],
 )
-def test_end_tokens_are_those_of_all_configs(
-    tmp_path: Path, named: dict[str, object], config: dict[str, object], end_tokens: tuple[int, ...]
-) -> None:
+def test_end_tokens_are_those_of_all_configs(tmp_path, named, config, end_tokens):
     (tmp_path / "generation_config.json").write_text(json.dumps(named))
 
     assert read_generation_defaults(tmp_path, config).eos_token_ids == end_tokens
@@ -45,9 +43,7 @@ def test_end_tokens_are_those_of_all_configs(
         ({"a": 0, "</s>": 200}, {"eos_token": "</s>"}, (7,)),  # the model has 128 tokens
     ],
 )
-def test_eos_token_of_the_tokenizer_is_an_end_token(
-    vocab: dict[str, int], special: dict[str, str], end_tokens: tuple[int, ...]
-) -> None:
+def test_eos_token_of_the_tokenizer_is_an_end_token(vocab, special, end_tokens):
     model = Tokenizer(models.WordLevel(vocab, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="a", **special)
 
@@ -56,53 +52,34 @@ def test_eos_token_of_the_tokenizer_is_an_end_token(
     assert found.eos_token_ids == end_tokens
 
 
-def test_do_sample_false_is_temperature_zero(tmp_path: Path) -> None:
-    assert read(tmp_path, do_sample=False, temperature=0.7, top_k=9) == GenerationDefaults(
-        eos_token_ids=(7,), temperature=0.0
-    )
+SAMPLED = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}
+NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+CASES = {
+    "greedy": ({"do_sample": False, "temperature": 0.7, "top_k": 9}, {"temperature": 0.0}),
+    "sampling": ({"do_sample": True} | SAMPLED, SAMPLED),
+    "sampling without temperature": ({"do_sample": True}, {"temperature": 1.0}),
+    "neutral values": ({"do_sample": True} | NEUTRAL, {"temperature": 1.0}),
+    "ignored as in Transformers": ({"temperature": 0.9, "top_p": 0.6}, {}),
+    "greedy with a penalty and a length": (
+        {"do_sample": False, "repetition_penalty": 1.1, "max_new_tokens": 300},
+        {"temperature": 0.0, "repetition_penalty": 1.1, "max_tokens": 300},
+    ),
+}
 
 
-def test_do_sample_true_reads_sampling_options(tmp_path: Path) -> None:
-    defaults = read(tmp_path, do_sample=True, temperature=0.6, top_k=20, top_p=0.95, min_p=0.1)
-
-    assert defaults == GenerationDefaults(
-        eos_token_ids=(7,), temperature=0.6, top_k=20, top_p=0.95, min_p=0.1
-    )
-
-
-def test_do_sample_without_temperature_has_temperature_one(tmp_path: Path) -> None:
-    assert read(tmp_path, do_sample=True).temperature == 1.0
-
-
-def test_neutral_values_are_none(tmp_path: Path) -> None:
-    assert read(
-        tmp_path, do_sample=True, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0
-    ) == GenerationDefaults(eos_token_ids=(7,), temperature=1.0)
-
-
-def test_temperature_without_do_sample_is_ignored_as_in_transformers(tmp_path: Path) -> None:
-    assert read(tmp_path, temperature=0.9, top_p=0.6) == GenerationDefaults(eos_token_ids=(7,))
-
-
-def test_penalty_and_max_tokens_apply_to_greedy_decoding(tmp_path: Path) -> None:
-    defaults = read(tmp_path, do_sample=False, repetition_penalty=1.1, max_new_tokens=300)
-
-    assert (defaults.repetition_penalty, defaults.max_tokens) == (1.1, 300)
+def test_sampling_options_are_read(tmp_path: Path) -> None:
+    for case, (values, expected) in CASES.items():
+        found = read(tmp_path, **values)
+        assert found == GenerationDefaults(eos_token_ids=(7,), **expected), case
 
 
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("eos_token_id", "</s>", "a token id or a list of them"),
-        ("eos_token_id", [1, True], "a token id or a list of them"),
-        ("eos_token_id", ["</s>"], "a token id or a list of them"),
-        ("repetition_penalty", "high", "a number from 1e-06 to 1e+06"),
-        ("repetition_penalty", 0, "a number from 1e-06 to 1e+06"),
-        ("temperature", "hot", "a number from 0 to 1e+30"),
-        ("temperature", -0.5, "a number from 0 to 1e+30"),
-        ("temperature", float("nan"), "a number from 0 to 1e+30"),
-        ("top_k", 2.5, "an integer from -1 to 2147483647"),
-        ("top_k", ["40"], "an integer from -1 to 2147483647"),
+        *(("eos_token_id", v, "a token id or a list of them") for v in ("</s>", [1, True], ["a"])),
+        *(("repetition_penalty", v, "a number from 1e-06 to 1e+06") for v in ("high", 0)),
+        *(("temperature", v, "a number from 0 to 1e+30") for v in ("hot", -0.5, float("nan"))),
+        *(("top_k", v, "an integer from -1 to 2147483647") for v in (2.5, ["40"])),
         ("top_p", 7, "a number from above 0 to 1"),
         ("min_p", {}, "a number from 0 to 1"),
         ("max_new_tokens", "many", "an integer from 1 to 2147483647"),
@@ -117,12 +94,12 @@ def test_invalid_value_names_the_file_field_expected_and_given_value(
 
     message = re.escape(f"generation_config.json: '{name}' is {value!r}, expected {expected}")
     assert re.fullmatch(message, str(refusal.value))
+    with pytest.raises(ModelError, match=r"^config.json: 'eos_token_id' is 'x'"):
+        read_generation_defaults(tmp_path / "none", {"eos_token_id": "x"})
 
 
 @pytest.mark.parametrize("do_sample", [None, False])
-def test_invalid_ignored_value_is_a_warning(
-    tmp_path: Path, do_sample: bool | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_invalid_ignored_value_is_a_warning(tmp_path, do_sample, caplog):
     read(tmp_path, do_sample=do_sample, temperature="hot", top_k="many")
 
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
@@ -132,9 +109,7 @@ def test_invalid_ignored_value_is_a_warning(
 
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-def test_eos_token_ids_outside_the_vocabulary_are_ignored_with_a_warning(
-    tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_eos_token_ids_outside_the_vocabulary_are_ignored_with_a_warning(tmp_path, file, caplog):
     ids = {"eos_token_id": [3, 10**9, -1, 255, 256]}
     if file == "generation_config.json":
         (tmp_path / file).write_text(json.dumps(ids))
@@ -145,8 +120,3 @@ def test_eos_token_ids_outside_the_vocabulary_are_ignored_with_a_warning(
     [record] = caplog.records
     assert record.getMessage().startswith(f"{file}: 'eos_token_id' is [3, 1000000000, -1, 255")
     assert "expected ids from 0 to 255" in record.getMessage()
-
-
-def test_invalid_eos_token_id_names_config_json(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"^config.json: 'eos_token_id' is 'x'"):
-        read_generation_defaults(tmp_path, {"eos_token_id": "x"})

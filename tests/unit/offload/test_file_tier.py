@@ -9,7 +9,9 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import settings
@@ -26,13 +28,8 @@ MIB = 1 << 20
 
 
 def rows(folder, query="SELECT name, file FROM entries", file="index.sqlite3"):
-    database = sqlite3.connect(folder / file)
-    try:
-        found = database.execute(query).fetchall()
-        database.commit()
-        return found
-    finally:
-        database.close()
+    with closing(sqlite3.connect(folder / file)) as database, database:
+        return database.execute(query).fetchall()
 
 
 def file_of(folder, key):
@@ -40,35 +37,29 @@ def file_of(folder, key):
 
 
 def test_entries_are_found_after_a_restart(tmp_path):
-    first = FileTier(tmp_path, 8 * MIB)
-    first.write("a", data_of(2 * MIB + 5), {"tokens": 3})
-    first.write("b", data_of(MIB))
-    first.drop("b")
-    first.close()
+    with closing(FileTier(tmp_path, 8 * MIB)) as first:
+        first.write("a", data_of(2 * MIB + 5), {"tokens": 3})
+        first.write("b", data_of(MIB))
+        first.drop("b")
 
-    second = FileTier(tmp_path, 8 * MIB)
-
-    assert second.stored()["a"].facts == {"tokens": 3}
-    assert second.names() == {"a"} == set(second.added())
-    assert read(second, "a", 2 * MIB + 5) == data_of(2 * MIB + 5)
-    assert second.used_bytes == 2 * MIB + SECTOR_BYTES
-    second.check()
-    second.close()
+    with closing(FileTier(tmp_path, 8 * MIB)) as second:
+        assert second.stored()["a"].facts == {"tokens": 3}
+        assert second.names() == {"a"} == set(second.added())
+        assert read(second, "a", 2 * MIB + 5) == data_of(2 * MIB + 5)
+        assert second.used_bytes == 2 * MIB + SECTOR_BYTES
+        second.check()
 
 
 def test_smaller_tier_drops_the_min_recently_used_entries(tmp_path):
-    first = FileTier(tmp_path, 8 * MIB)
-    for name in "abcd":
-        first.write(name, data_of(2 * MIB, ord(name)))
-    read(first, "a", 1)
-    first.close()
+    with closing(FileTier(tmp_path, 8 * MIB)) as first:
+        for name in "abcd":
+            first.write(name, data_of(2 * MIB, ord(name)))
+        read(first, "a", 1)
 
-    second = FileTier(tmp_path, 5 * MIB)
-
-    assert second.names() == {"a", "d"}
-    assert read(second, "a", 2 * MIB) == data_of(2 * MIB, ord("a"))
-    second.check()
-    second.close()
+    with closing(FileTier(tmp_path, 5 * MIB)) as second:
+        assert second.names() == {"a", "d"}
+        assert read(second, "a", 2 * MIB) == data_of(2 * MIB, ord("a"))
+        second.check()
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "deleted"])
@@ -96,38 +87,32 @@ def test_damaged_files_are_named_and_never_returned(tmp_path, damage):
 
 
 def test_a_changed_row_of_the_index_is_not_read(tmp_path):
-    tier = FileTier(tmp_path, 8 * MIB)
-    tier.write("a", b"123", {"keys": ["00"]})
-    tier.close()
+    with closing(FileTier(tmp_path, 8 * MIB)) as tier:
+        tier.write("a", b"123", {"keys": ["00"]})
     rows(tmp_path, """UPDATE entries SET facts = '{"keys": ["01"]}'""")
 
-    reopened = FileTier(tmp_path, 8 * MIB)
-
-    assert reopened.stored() == {}
-    assert "the row of 'a'" in str(reopened.added()["a"])
-    with pytest.raises(StorageError, match="nothing is stored"):
-        read(reopened, "a", 3)
-    reopened.close()
+    with closing(FileTier(tmp_path, 8 * MIB)) as reopened:
+        assert reopened.stored() == {}
+        assert "the row of 'a'" in str(reopened.added()["a"])
+        with pytest.raises(StorageError, match="nothing is stored"):
+            read(reopened, "a", 3)
 
 
 @pytest.mark.parametrize("how", ["no database", "zeros inside"])
 def test_a_damaged_index_is_replaced_if_no_other_process_uses_it(tmp_path, how):
-    tier = FileTier(tmp_path, 8 * MIB)
-    tier.write("a", b"123")
-    tier.close()
+    with closing(FileTier(tmp_path, 8 * MIB)) as tier:
+        tier.write("a", b"123")
     path = tmp_path / "index.sqlite3"
     data = bytearray(path.read_bytes())
     data = b"not a database" * 1000 if how == "no database" else data[:100] + bytes(len(data) - 100)
     path.write_bytes(data)
 
-    reopened = FileTier(tmp_path, 8 * MIB)
-
-    assert "all stored prefixes are lost" in str(reopened.added()["index.sqlite3"])
-    assert reopened.names() == set()
-    assert list((tmp_path / "entries").iterdir()) == []
-    reopened.write("b", b"123")
-    reopened.check()
-    reopened.close()
+    with closing(FileTier(tmp_path, 8 * MIB)) as reopened:
+        assert "all stored prefixes are lost" in str(reopened.added()["index.sqlite3"])
+        assert reopened.names() == set()
+        assert list((tmp_path / "entries").iterdir()) == []
+        reopened.write("b", b"123")
+        reopened.check()
     path.write_bytes(data)
     with open(tmp_path / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)  # as another process does
@@ -185,9 +170,7 @@ INDEX_DAMAGES = {
     "totals are too large": f"UPDATE totals SET disk_bytes = {10**15}",
     "totals are too small": "UPDATE totals SET disk_bytes = -1",
 }
-DAMAGES = {
-    f"{file}: {name}": (file, damage) for file in FILES for name, damage in FILE_DAMAGES.items()
-}
+DAMAGES = {f"{file}: {name}": (file, FILE_DAMAGES[name]) for file in FILES for name in FILE_DAMAGES}
 DAMAGES |= {name: ("", query) for name, query in INDEX_DAMAGES.items()}
 """Every file of a folder with every damage, and every damage inside the index."""
 LOSSES = {
@@ -279,9 +262,7 @@ def test_full_disk_fails_only_the_write(tmp_path, monkeypatch):
     tier = FileTier(tmp_path, 8 * MIB)
     tier.write("a", data_of(MIB, 1))
 
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     for call in ("pwrite", "fdatasync", "replace"):
         with monkeypatch.context() as patch:
             patch.setattr(os, call, full)
@@ -294,23 +275,18 @@ def test_full_disk_fails_only_the_write(tmp_path, monkeypatch):
     tier.close()
 
 
-def test_unwritable_folder_is_rejected(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="name another folder"):
-        FileTier(tmp_path / "file" / "kv", 8 * MIB)
-    (tmp_path / "kv").mkdir()
-    (tmp_path / "kv" / "entries").write_text("")
-    with pytest.raises(StorageError, match="name another folder"):
-        FileTier(tmp_path / "kv", 8 * MIB)
+def test_unwritable_folder_and_a_tier_larger_than_the_disk_are_rejected(tmp_path):
+    for name in ("file", "kv/entries"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    for folder in (tmp_path / "file" / "kv", tmp_path / "kv"):
+        with pytest.raises(StorageError, match="name another folder"):
+            FileTier(folder, 8 * MIB)
     (tmp_path / "kv" / "entries").unlink()
     FileTier(tmp_path / "kv", 8 * MIB).close()
-
-
-def test_tier_larger_than_the_disk_is_rejected(tmp_path):
-    with pytest.raises(ConfigError, match=r"lower --disk-kv-memory"):
-        FileTier(tmp_path, 1 << 50)
-    with pytest.raises(ConfigError, match="65,536 B or more"):
-        FileTier(tmp_path, 1000)
+    for size, message in ((1 << 50, "lower --disk-kv-memory"), (1000, "65,536 B or more")):
+        with pytest.raises(ConfigError, match=message):
+            FileTier(tmp_path, size)
 
 
 def test_a_folder_of_an_earlier_version_is_refused(tmp_path):
@@ -331,12 +307,8 @@ def test_a_network_file_system_has_no_write_ahead_log(tmp_path):
     FileIndex(tmp_path / "a", on_network=True).close()
     FileIndex(tmp_path / "b", on_network=False).close()
 
-    modes = []
-    for name in "ab":
-        database = sqlite3.connect(tmp_path / name)
-        modes += database.execute("PRAGMA journal_mode").fetchone()
-        database.close()
-    assert modes == ["delete", "wal"]
+    modes = [rows(tmp_path, "PRAGMA journal_mode", name) for name in "ab"]
+    assert modes == [[("delete",)], [("wal",)]]
 
 
 def test_files_without_a_row_are_deleted_by_a_process_that_is_alone(tmp_path):
@@ -355,8 +327,6 @@ def test_files_without_a_row_are_deleted_by_a_process_that_is_alone(tmp_path):
     assert read(third, "a", 1) == b"1"
     third.close()
 
-
-# ---- processes -----------------------------------------------------------------------------------
 
 _WRITER = """
 import random, sys
@@ -391,11 +361,20 @@ tier.close()
 
 
 def start_writer(folder, seed, count):
-    return subprocess.Popen(
-        [sys.executable, "-c", _WRITER, str(folder), str(seed), str(count)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-c", _WRITER, str(folder), str(seed), str(count)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def check_written(folder):
+    """Check that a tier has entries, all complete."""
+    with closing(FileTier(folder, 6 * MIB)) as tier:
+        assert tier.names()
+        tier.check()
+        for key, stored in tier.stored().items():
+            size = stored.num_bytes
+            assert stored.facts["size"] == size
+            assert read(tier, key, size) == bytes([size % 251]) * size
+        assert len(list((folder / "entries").iterdir())) == len(tier.names())
 
 
 @pytest.mark.slow
@@ -405,14 +384,7 @@ def test_two_processes_share_a_folder_within_its_size(tmp_path):
         assert len(writer.communicate()[0].splitlines()) == 60
         assert writer.returncode == 0
 
-    tier = FileTier(tmp_path, 6 * MIB)
-    assert tier.names()
-    tier.check()
-    for key, stored in tier.stored().items():
-        assert read(tier, key, stored.num_bytes) == bytes([stored.num_bytes % 251]) * (
-            stored.num_bytes
-        )
-    tier.close()
+    check_written(tmp_path)
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -424,20 +396,7 @@ def test_killed_process_leaves_only_complete_entries(tmp_path, seed):
     process.wait()
     process.stdout.close()
 
-    tier = FileTier(tmp_path, 6 * MIB)
-
-    assert tier.names()
-    assert len(list((tmp_path / "entries").iterdir())) == len(tier.names())
-    for key, stored in tier.stored().items():
-        assert stored.facts["size"] == stored.num_bytes
-        assert read(tier, key, stored.num_bytes) == bytes([stored.num_bytes % 251]) * (
-            stored.num_bytes
-        )
-    tier.check()
-    tier.close()
-
-
-# ---- any order -----------------------------------------------------------------------------------
+    check_written(tmp_path)
 
 
 class FileMachine(RuleBasedStateMachine):

@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 import redis
@@ -26,18 +28,18 @@ def tier_of(url, namespace="n", **options):
     return RedisTier(parse_store_url(url), namespace, RedisOptions(**options))
 
 
+def check_works(tier):
+    """Check that a tier stores, and close it."""
+    tier.write("a", b"1")
+    assert read(tier, "a", 1) == b"1"
+    tier.close()
+
+
 @pytest.fixture
 def new_server():
     """Starts servers, which end with the test."""
-    started = []
-
-    def start(*options, **other):
-        started.append(start_redis(*options, **other))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.close()
+    with ExitStack() as stack:
+        yield lambda *options, **other: stack.enter_context(closing(start_redis(*options, **other)))
 
 
 @pytest.fixture
@@ -47,23 +49,20 @@ def server(new_server):
 
 @pytest.fixture
 def client(server):
-    opened = redis.Redis(port=server.port)
-    yield opened
-    opened.close()
+    with redis.Redis(port=server.port) as opened:
+        yield opened
 
 
-# ---- login ---------------------------------------------------------------------------------------
-
-
-def test_password_of_the_url_or_of_the_options(new_server, caplog):
+def test_unix_socket_and_password_of_the_url_or_of_the_options(new_server, caplog):
+    server = new_server()
+    check_works(tier_of(f"unix://{server.socket}"))
+    with closing(tier_of(server.url)) as tier:
+        assert read(tier, "a", 1) == b"1"
     caplog.set_level(logging.DEBUG)
     server = new_server("--requirepass", "hunter2")
     with_password = server.url.replace("//", "//:hunter2@")
     for url, options in ((with_password, {}), (server.url, {"password": "hunter2"})):
-        tier = tier_of(url, **options)
-        tier.write("a", b"1")
-        assert read(tier, "a", 1) == b"1"
-        tier.close()
+        check_works(tier_of(url, **options))
     for url in (server.url, server.url.replace("//", "//:hunter3@")):
         with pytest.raises(TierUnreachable, match=r"127\.0\.0\.1:\d+/0 failed") as raised:
             tier_of(url).write("a", b"1")
@@ -71,28 +70,14 @@ def test_password_of_the_url_or_of_the_options(new_server, caplog):
     assert "hunter" not in caplog.text + repr(parse_store_url(with_password))
 
 
-def test_unix_socket(server):
-    tier = tier_of(f"unix://{server.socket}")
-    tier.write("a", b"1")
-    tier.close()
-
-    tier = tier_of(server.url)
-    assert read(tier, "a", 1) == b"1"
-    tier.close()
-
-
 def certificates(folder):
     program = require_openssl()
     name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run(
-        [
-            *(program, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *name),
-            *("-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return folder / "cert.pem", folder / "key.pem", folder / "cert.pem"
+    command = [program, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *name]
+    files = folder / "cert.pem", folder / "key.pem", folder / "cert.pem"
+    command += ["-keyout", str(files[1]), "-out", str(files[0])]
+    subprocess.run(command, check=True, capture_output=True)
+    return files
 
 
 def test_tls_needs_a_known_certificate(new_server, tmp_path):
@@ -100,15 +85,9 @@ def test_tls_needs_a_known_certificate(new_server, tmp_path):
     server = new_server(tls=files)
     url = server.url.replace("redis:", "rediss:")
 
-    tier = tier_of(f"{url}?ssl_ca_certs={files[2]}")
-    tier.write("a", b"1")
-    assert read(tier, "a", 1) == b"1"
-    tier.close()
+    check_works(tier_of(f"{url}?ssl_ca_certs={files[2]}"))
     with pytest.raises(TierUnreachable, match="certificate"):
         tier_of(url).write("b", b"1")
-
-
-# ---- account -------------------------------------------------------------------------------------
 
 
 def test_namespaces_do_not_see_each_other_and_share_the_limit(server):
@@ -202,9 +181,6 @@ def test_engines_share_one_secret(server, client):
     assert first.secret() == second.secret()
     first.close()
     second.close()
-
-
-# ---- damage and outages --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("field", ["head", "1", "1 short", "1 missing"])
@@ -341,12 +317,9 @@ def damage_store(client, damage, entry="a", namespace=NAMESPACE):
 
 @pytest.fixture(scope="module")
 def shared_client():
-    started = start_redis()
-    opened = redis.Redis(port=started.port)
-    opened.url = started.url
-    yield opened
-    opened.close()
-    started.close()
+    with closing(start_redis()) as started, redis.Redis(port=started.port) as opened:
+        opened.url = started.url
+        yield opened
 
 
 def use_again(tier, data):
@@ -439,12 +412,9 @@ def test_a_server_of_another_protocol_is_unreachable(garbage):
                 connection, _ = listener.accept()
             except OSError:
                 return
-            with connection:
-                try:
-                    while connection.recv(1 << 16):
-                        connection.sendall(garbage)
-                except OSError:
-                    continue
+            with connection, suppress(OSError):
+                while connection.recv(1 << 16):
+                    connection.sendall(garbage)
 
     thread = threading.Thread(target=respond, daemon=True)
     thread.start()
@@ -467,17 +437,11 @@ def test_many_threads_read_what_they_wrote(server):
             tier.write(name, data_of(100_000, i))
             assert read(tier, name, 100_000) == data_of(100_000, i)
 
-    threads = [threading.Thread(target=fill, args=(name,)) for name in "abcd"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        assert len(list(threads.map(fill, "abcd"))) == 4
     assert tier.names() == set("abcd")
     assert tier.used_bytes == 400_000
     tier.close()
-
-
-# ---- the package ---------------------------------------------------------------------------------
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):

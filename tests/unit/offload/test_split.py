@@ -1,6 +1,8 @@
-"""Splits between KV recompute and transfer: closed forms compared with all splits."""
+"""Splits between recompute, transfer, CPU attention and loads: closed forms and all splits."""
 
 import math
+import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,7 +16,26 @@ from benchmarks.common.kvpr import (
     pipelined_gain,
 )
 from quire.errors import ConfigError
-from quire.offload.split import OffloadRates, pipelined_seconds, pipelined_split, share_rows
+from quire.layout.model import ModelSpec
+from quire.offload.split import (
+    COPY,
+    Loading,
+    MeasuredRates,
+    OffloadRates,
+    activation_gate,
+    host_split,
+    pipelined_seconds,
+    pipelined_split,
+    read_seconds,
+    restore_seconds,
+    restore_split,
+    share_rows,
+)
+from quire.offload.step_log import ATTEND, HOST_ATTEND, KV_IN, LAYER, PROJECT, X_IN, Timed
+from quire.plan.preemption_costs import assumed_prefill
+from quire.plan.rates import PrefillRates
+from support import offload_shapes as shapes
+from support.model_specs import PUBLIC_SHAPES
 from support.offload_formulas import serial_seconds, step_seconds
 from support.offload_shapes import LLAMA_3_8B, OPT_6_7B, OPT_13B, OPT_30B
 
@@ -28,56 +49,37 @@ RATES = st.builds(
     link_s=st.just(0.0) | st.floats(0, 1e4),
 )
 TOKENS = st.integers(0, 60)
+H200 = {"link_bytes_per_s": 55e9, "flops_per_s": 650e12}
 
 
 def of_ratios(xi: float, rho: float, other: float = 0.0) -> OffloadRates:
     return OffloadRates(kv_s=1.0, x_s=xi, recompute_s=rho, other_s=other)
 
 
+@pytest.mark.parametrize(
+    ("split", "seconds"), [(paper_split, paper_seconds), (pipelined_split, pipelined_seconds)]
+)
 @given(RATES, TOKENS, st.integers(1, 7))
-def test_paper_split_is_the_best_of_all_splits(rates, tokens, unit):
+def test_split_is_the_best_of_all_splits(split, seconds, rates, tokens, unit):
     allowed = {*range(0, tokens, unit), tokens}
 
-    found = paper_split(rates, tokens, unit)
+    found = split(rates, tokens, unit)
 
     assert found in allowed
-    min_s = min(paper_seconds(rates, tokens, x) for x in allowed)
-    assert paper_seconds(rates, tokens, found) == pytest.approx(min_s, rel=1e-12)
-
-
-@given(RATES, TOKENS, st.integers(1, 7))
-def test_pipelined_split_is_the_best_of_all_splits(rates, tokens, unit):
-    allowed = {*range(0, tokens, unit), tokens}
-
-    found = pipelined_split(rates, tokens, unit)
-
-    assert found in allowed
-    min_s = min(pipelined_seconds(rates, tokens, x) for x in allowed)
-    assert pipelined_seconds(rates, tokens, found) == pytest.approx(min_s, rel=1e-12)
-
-
-@given(RATES, TOKENS)
-def test_best_split_is_not_slower_than_transferring_all_kv(rates, tokens):
-    found = pipelined_split(rates, tokens)
-
-    whole_s = pipelined_seconds(rates, tokens, 0)
-    assert pipelined_seconds(rates, tokens, found) <= whole_s * (1 + 1e-12)
-    assert whole_s <= serial_seconds(rates, tokens, 0)
+    min_s = min(seconds(rates, tokens, x) for x in allowed)
+    assert seconds(rates, tokens, found) == pytest.approx(min_s, rel=1e-12)
+    assert pipelined_seconds(rates, tokens, 0) <= serial_seconds(rates, tokens, 0)
 
 
 @given(SECONDS, st.floats(0.01, 4), st.floats(0.01, 4))
 def test_gains_are_ratios_of_the_formulas(kv_s, xi, rho):
     rates = OffloadRates(kv_s=kv_s, x_s=xi * kv_s, recompute_s=rho * kv_s)
     tokens = 10**6
-    paper, pipelined = paper_split(rates, tokens), pipelined_split(rates, tokens)
-    whole_s = kv_s * tokens
+    paper_s = paper_seconds(rates, tokens, paper_split(rates, tokens))
+    pipelined_s = pipelined_seconds(rates, tokens, pipelined_split(rates, tokens))
 
-    assert paper_gain(rates) == pytest.approx(
-        whole_s / paper_seconds(rates, tokens, paper), rel=1e-4
-    )
-    assert pipelined_gain(rates) == pytest.approx(
-        whole_s / pipelined_seconds(rates, tokens, pipelined), rel=1e-4
-    )
+    assert paper_gain(rates) == pytest.approx(kv_s * tokens / paper_s, rel=1e-4)
+    assert pipelined_gain(rates) == pytest.approx(kv_s * tokens / pipelined_s, rel=1e-4)
     assert pipelined_gain(rates) >= paper_gain(rates) >= 1
 
 
@@ -129,7 +131,7 @@ def test_split_on_an_h200_with_pcie_5(
     model, rows, tokens, kv_gb, prefetch_ms, paper_ms, pipelined_ms, share
 ):
     """Values predicted for 55 GB/s and 650 TFLOP/s."""
-    rates = offload_rates(model, link_bytes_per_s=55e9, flops_per_s=650e12)
+    rates = offload_rates(model, **H200)
     total, layers = rows * tokens, model.num_layers
 
     kv_bytes = total * model.kv_bytes_per_token(2)
@@ -160,8 +162,7 @@ def test_gains_depend_on_the_codecs_of_kv_and_activations(kv_bytes, x_bytes, pap
     """A multi-head model of width 4,096, H200; groups of 64: 1.0625 and 0.5625 B per element."""
     rates = offload_rates(
         OPT_6_7B,
-        link_bytes_per_s=55e9,
-        flops_per_s=650e12,
+        **H200,
         kv_value_bytes=kv_bytes,
         x_value_bytes=x_bytes,
     )
@@ -197,15 +198,211 @@ def test_share_rows_divides_a_split_in_whole_pages(lengths, share, page):
 
 
 def test_invalid_rates_are_refused_with_the_reason():
-    with pytest.raises(ConfigError, match="x_s of 0 seconds or more, got -1"):
-        OffloadRates(kv_s=1.0, x_s=-1.0, recompute_s=1.0)
-    with pytest.raises(ConfigError, match="kv_s and host_s above 0"):
-        OffloadRates(kv_s=0.0, x_s=1.0, recompute_s=1.0)
-    with pytest.raises(ConfigError, match="above 0"):
-        offload_rates(OPT_13B, link_bytes_per_s=0, flops_per_s=1e12)
-    with pytest.raises(ConfigError, match="link_s=1"):
-        step_seconds(OffloadRates(kv_s=1.0, x_s=1.0, recompute_s=1.0, link_s=1.0), 1, 0, 2)
-    with pytest.raises(ConfigError, match="units"):
-        pipelined_split(of_ratios(0.5, 0.5), -1)
-    with pytest.raises(ConfigError, match="0 to 3 tokens"):
-        share_rows((1, 2), 4)
+    loaded = OffloadRates(kv_s=1.0, x_s=1.0, recompute_s=1.0, link_s=1.0)
+    for match, refused in {
+        "x_s of 0 seconds or more, got -1": lambda: replace(loaded, x_s=-1.0),
+        "kv_s and host_s above 0": lambda: replace(loaded, kv_s=0.0),
+        "above 0": lambda: offload_rates(OPT_13B, link_bytes_per_s=0, flops_per_s=1e12),
+        "link_s=1": lambda: step_seconds(loaded, 1, 0, 2),
+        "units": lambda: pipelined_split(of_ratios(0.5, 0.5), -1),
+        "0 to 3 tokens": lambda: share_rows((1, 2), 4),
+    }.items():
+        with pytest.raises(ConfigError, match=match):
+            refused()
+
+
+@pytest.mark.parametrize(
+    ("model", "ratio"),
+    [
+        *((model, 0.5) for model in (OPT_13B, shapes.LLAMA_2_7B, shapes.PHI_3_MINI)),
+        *((shapes.QWEN_3_0_6B, 0.5), (shapes.QWEN_3_1_7B, 1.0), (LLAMA_3_8B, 2.0)),
+        *((shapes.LLAMA_3_2_1B, 2.0), (shapes.QWEN_2_5_0_5B, 3.5)),
+        # 512 + 64 numbers per token and layer, and 7,168 of hidden states
+        (ModelSpec.from_config(PUBLIC_SHAPES["deepseek-v3"]), 7168 / 576),
+    ],
+)
+def test_gate_compares_activation_and_kv_bytes(model, ratio):
+    gate = activation_gate(model)
+
+    assert gate.x_ratio == ratio
+    assert gate.pays == (ratio < 1)
+    reason = f"activations are {ratio:.1f}x the KV of this model"
+    assert gate.reason.startswith(reason)
+    assert gate.pays or gate.reason == f"{reason}: KV alone is transferred"
+
+
+def test_gate_accounts_for_codecs():
+    assert not activation_gate(OPT_13B, kv_value_bytes=0.5625).pays  # 4-bit KV, plain activations
+    assert activation_gate(OPT_13B, kv_value_bytes=0.5625, x_value_bytes=0.5625).pays
+    assert activation_gate(LLAMA_3_8B, x_value_bytes=0.5625).pays
+
+
+POSITIVE = st.floats(1e-2, 1e2)
+
+
+def division_s(rates, tokens, host):
+    others_s = min(pipelined_seconds(rates, tokens - host, x) for x in range(tokens - host + 1))
+    return max(others_s, rates.host_s * host + rates.other_s * (host > 0))
+
+
+@given(RATES, POSITIVE, st.integers(0, 24))
+def test_host_split_is_the_best_of_all_splits(rates, host_s, tokens):
+    rates = replace(rates, host_s=host_s, x_s=min(rates.x_s, rates.kv_s))  # x = k: none recomputed
+    found = host_split(rates, tokens)
+
+    best_s = min(division_s(rates, tokens, host) for host in range(tokens + 1))
+    assert division_s(rates, tokens, found) <= best_s * (1 + 1e-9)
+
+
+@given(POSITIVE, POSITIVE, st.floats(1, 5), st.integers(1, 500))
+def test_rates_of_transfer_and_cpu_attention_add_without_activations(kv_s, host_s, xi, tokens):
+    rates = OffloadRates(kv_s=kv_s, x_s=xi * kv_s, recompute_s=1.0, host_s=host_s)
+
+    found = host_split(rates, tokens)
+
+    seconds = max(host_s * found, kv_s * (tokens - found))
+    assert seconds <= tokens / (1 / kv_s + 1 / host_s) + max(kv_s, host_s)
+
+
+@pytest.mark.parametrize(
+    ("model", "gains"),
+    [(OPT_6_7B, (3.1, 3.8, 5.6, 8.3)), (LLAMA_3_8B, (2.1, 2.8, 4.6, 7.3))],
+    ids=["opt-6.7b", "llama-3-8b"],
+)
+def test_gains_of_cpu_attention_on_an_h200(model, gains):
+    for host, gain in zip((60e9, 100e9, 200e9, 350e9), gains, strict=True):
+        rates = offload_rates(model, **H200, host_bytes_per_s=host)
+        tokens = 10_000
+        found = host_split(rates, tokens)
+
+        left = tokens - found
+        others_s = pipelined_seconds(rates, left, pipelined_split(rates, left))
+        seconds = max(rates.host_s * found, others_s)
+        assert rates.kv_s * tokens / seconds == pytest.approx(gain, abs=0.1)
+    assert host_split(OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=1.0), 90) == 0
+
+
+PREFILL = st.builds(
+    PrefillRates,
+    token_s=st.floats(1e-3, 10),
+    square_s=st.just(0.0) | st.floats(1e-4, 1),
+    call_s=st.just(0.0) | st.floats(0, 50),
+)
+LOADING = st.builds(Loading, token_s=st.floats(1e-3, 10), call_s=st.just(0.0) | st.floats(0, 50))
+
+
+@given(PREFILL, LOADING, st.integers(0, 80), st.integers(1, 9))
+def test_restore_split_is_the_best_of_all_splits(prefill, loading, tokens, unit):
+    allowed = {*range(0, tokens, unit), tokens}
+
+    found = restore_split(prefill, loading, tokens, unit)
+
+    assert found in allowed
+    best_s = min(restore_seconds(prefill, loading, tokens, x) for x in allowed)
+    assert restore_seconds(prefill, loading, tokens, found) == pytest.approx(best_s)
+    alone_s = min(read_seconds(prefill, tokens), loading.seconds(tokens))
+    assert best_s <= alone_s * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "bytes_per_s", "load_ms", "restore_ms", "share"),
+    [
+        (LLAMA_3_8B, 16_384, 55e9, 39, 36, 0.09),
+        (LLAMA_3_8B, 16_384, 6.9e9, 311, 181, 0.42),
+        (LLAMA_3_8B, 16_384, 11e9, 195, 133, 0.32),
+        (LLAMA_3_8B, 16_384, 1.1e9, 1952, 382, 0.80),
+        (OPT_6_7B, 4096, 6.9e9, 311, 72, None),
+        (OPT_6_7B, 4096, 55e9, 39, 27, None),
+    ],
+    ids=["pcie5", "nvme", "100Gb", "10Gb", "opt nvme", "opt pcie5"],
+)
+def test_restore_times_on_an_h200(model, tokens, bytes_per_s, load_ms, restore_ms, share):
+    """600 TFLOP/s. 16,384 tokens of Llama-3-8B are 2.15 GB: 39 ms at 55 GB/s, 311 at 6.9 GB/s."""
+    prefill = assumed_prefill(model, 600e12)
+    loading = Loading(token_s=model.kv_bytes_per_token(2) / bytes_per_s)
+
+    split = restore_split(prefill, loading, tokens)
+
+    assert 1e3 * loading.seconds(tokens) == pytest.approx(load_ms, rel=0.02)
+    restored_s = restore_seconds(prefill, loading, tokens, split)
+    assert 1e3 * restored_s == pytest.approx(restore_ms, rel=0.05)
+    if share is not None:
+        assert split / tokens == pytest.approx(share, abs=0.02)
+
+
+LAYERS, LENGTH, KV_BYTES, X_BYTES = 8, 1000, 1_000_000, 500_000
+MACHINE = {  # a link of 1 GB/s: k = 1 ms, x = 0.5 ms, r = 0.58 ms
+    COPY: (1e-5, 1e-9),
+    PROJECT: (1e-4, 0.58e-3),
+    ATTEND: (1e-4, 1e-5),
+    LAYER: (2.4e-3, 0.0),
+}
+
+
+def measured(prior, **options):
+    return MeasuredRates(prior, **{"kv_bytes": KV_BYTES, "x_bytes": X_BYTES} | options)
+
+
+def step(x, machine, noise, draw):
+    """The operations of a step, which take the times of a machine."""
+
+    def timed(kind, tokens, num_bytes):
+        call_s, unit_s = machine.get(kind, machine[COPY])
+        seconds = (call_s + unit_s * (num_bytes or tokens)) * draw.lognormvariate(0, noise)
+        return Timed(kind, 0, tokens, num_bytes, 1.0, 1.0 + seconds)
+
+    return [
+        timed(kind, tokens, num_bytes)
+        for _ in range(LAYERS)
+        for kind, tokens, num_bytes in (
+            (X_IN, x, x * X_BYTES),
+            (KV_IN, LENGTH - x, (LENGTH - x) * KV_BYTES),
+            (PROJECT, x, 0),
+            (ATTEND, LENGTH, 0),
+            (LAYER, 1, 0),
+        )
+    ]
+
+
+def split_of(rates):
+    return pipelined_split(rates.layer(LENGTH), LENGTH)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_wrong_initial_rates_are_corrected_within_a_few_steps(seed):
+    wrong = MACHINE | {COPY: (1e-5, 3e-10), PROJECT: (1e-4, 2e-3), LAYER: (1e-4, 0.0)}
+    rates, draw = measured(wrong), random.Random(seed)
+
+    for _ in range(4):
+        rates.learn(step(split_of(rates), MACHINE, 0.05, draw))
+
+    assert split_of(rates) == pytest.approx(split_of(measured(MACHINE)), rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.5, 2, 4])
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.1])
+def test_split_follows_a_link_speed_change_within_ten_steps(factor, noise):
+    changed = MACHINE | {COPY: (1e-5, 1e-9 / factor)}
+    rates, draw = measured(MACHINE), random.Random(1)
+
+    for machine in [MACHINE] * 12 + [changed] * 10:
+        rates.learn(step(split_of(rates), machine, noise, draw))
+
+    true = measured(changed).layer(LENGTH)
+    best_s, found_s = (
+        pipelined_seconds(true, LENGTH, x) for x in (pipelined_split(true, LENGTH), split_of(rates))
+    )
+    assert found_s <= best_s * (1.05 + noise / 2)
+
+
+def test_rates_of_a_layer_have_its_weights_and_the_fixed_times_of_chunks():
+    rates = measured(MACHINE, weight_bytes=6e6)
+    plain, chunked = (rates.layer(100, batches=3, chunks=chunks) for chunks in (0, 4))
+
+    assert plain.host_s == math.inf
+    assert (plain.kv_s, plain.x_s) == pytest.approx((1e-3, 5e-4))
+    assert plain.other_s == pytest.approx(1e-4 + 1e-3 + 2.4e-3)
+    assert plain.link_s == pytest.approx(2e-3)
+    assert chunked.link_s - plain.link_s == pytest.approx(4e-5)
+    assert chunked.other_s - plain.other_s == pytest.approx(4e-4)
+    assert measured(MACHINE | {HOST_ATTEND: (0.0, 2e-3)}).layer(100).host_s == 2e-3

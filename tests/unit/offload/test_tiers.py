@@ -1,7 +1,7 @@
 """Tiers: contract tests for all, then failures of CPU memory."""
 
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ import torch
 import quire.offload.tiers.host as host_module
 from quire.config.store_url import parse_store_url
 from quire.errors import ConfigError, StorageError, TierFull
+from quire.offload.prefix_store.store import CircuitBreaker
 from quire.offload.tiers.base import Tier
 from quire.offload.tiers.file import FileTier
 from quire.offload.tiers.host import HostTier
@@ -56,14 +57,9 @@ def tier(request, tmp_path):
     opened.close()
 
 
-def test_new_tier_is_empty(tier):
-    assert isinstance(tier, Tier)
-    assert tier.total_bytes == 8 * MIB
-    assert tier.used_bytes == 0
-    assert tier.stored() == {}
-
-
 def test_written_bytes_are_read_whole_and_in_ranges(tier):
+    assert isinstance(tier, Tier)
+    assert (tier.total_bytes, tier.used_bytes, tier.stored()) == (8 * MIB, 0, {})
     data = data_of(2 * MIB + 12_345)
     tier.write("a/0", data, {"tokens": 7, "codec": "int8"})
     tier.write("a/1", b"")
@@ -119,15 +115,6 @@ def test_full_tier_names_what_to_drop_or_evicts_by_itself(tier):
     assert tier.min_recent(3 * MIB) == ["b"]
 
 
-def test_an_entry_larger_than_the_tier_is_refused(tier):
-    tier.write("a", data_of(MIB))
-
-    with pytest.raises(TierFull, match="'b' needs"):
-        tier.write("b", data_of(9 * MIB))
-
-    assert tier.names() == {"a"}
-
-
 def test_what_other_objects_write_is_added(tmp_path, request, redis_url):
     for kind in ("file", "redis"):
         first, second = (make_tier(kind, tmp_path, request) for _ in range(2))
@@ -144,12 +131,15 @@ def test_what_other_objects_write_is_added(tmp_path, request, redis_url):
         second.close()
 
 
-def test_read_beyond_an_entry_raises(tier):
+def test_reads_beyond_an_entry_and_entries_larger_than_the_tier_are_refused(tier):
     tier.write("a", data_of(100))
 
     for first, count in ((0, 101), (50, 51), (101, 0)):
         with pytest.raises(StorageError, match="100 B"):
             read(tier, "a", count, first)
+    with pytest.raises(TierFull, match="'b' needs"):
+        tier.write("b", data_of(9 * MIB))
+    assert tier.names() == {"a"}
 
 
 def test_threads_can_share_a_tier(tier):
@@ -158,19 +148,13 @@ def test_threads_can_share_a_tier(tier):
             tier.write(name, data_of(300_000, i))
             assert read(tier, name, 300_000) == data_of(300_000, i)
 
-    threads = [threading.Thread(target=fill, args=(name,)) for name in "abc"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        assert len(list(threads.map(fill, "abc"))) == 3
 
     assert set(tier.stored()) == {"a", "b", "c"}
 
 
-# ---- host --------------------------------------------------------------------------------------
-
-
-def test_host_tier_has_its_exact_size_and_contiguous_entries():
+def test_host_tier_has_its_exact_size_and_contiguous_entries(monkeypatch):
     tier = HostTier(5 * MIB + 64)
 
     assert tier.total_bytes == 5 * MIB + 64  # not a power of two
@@ -181,10 +165,32 @@ def test_host_tier_has_its_exact_size_and_contiguous_entries():
     with pytest.raises(StorageError, match="contiguous B"):
         tier.write("d", data_of(2 * MIB))  # 2 MiB are free, but not contiguous
     tier.check()
-
-
-def test_host_tier_above_free_memory_is_rejected(monkeypatch):
     monkeypatch.setattr(host_module, "free_host_bytes", lambda: 3 * MIB)
-
     with pytest.raises(ConfigError, match=r"at most 3,145,728 B .*got 4,194,304 B; lower"):
         HostTier(4 * MIB)
+
+
+def test_wait_doubles_up_to_its_limit_and_an_outage_is_logged_once(caplog):
+    now_s, waits = [0.0], []
+    breaker = CircuitBreaker("remote", lambda: now_s[0])
+    for _ in range(9):
+        assert not breaker.is_open
+        breaker.failed("no response")
+        breaker.failed("no response")  # of a call that was under way: counts as the same failure
+        assert breaker.is_open
+        before = now_s[0]
+        while breaker.is_open:
+            now_s[0] += 0.5
+        waits.append(now_s[0] - before)
+
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    [record] = caplog.records
+    assert record.getMessage().startswith("the remote tier of cached prefixes i")
+    assert "no response; its prefixes are recomputed" in caplog.text
+    breaker.succeeded()
+    breaker.succeeded()
+    assert caplog.text.count("is used again") == 1
+    breaker.failed("again")
+    assert breaker.num_outages == 2
+    now_s[0] += 1
+    assert not breaker.is_open

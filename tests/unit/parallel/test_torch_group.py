@@ -1,9 +1,8 @@
 """Collectives of torch.distributed, with gloo between threads of one process."""
 
 import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -12,40 +11,19 @@ import torch
 from quire.errors import RankFailed
 from quire.parallel.group import ONE_RANK, TensorGroup, TorchGroup, open_group
 
-T = TypeVar("T")
 CPU = torch.device("cpu")
 
 
-def on_ranks(
-    folder: Path, size: int, work: Callable[[TorchGroup], T], timeout_s: float = 60.0
-) -> list[T]:
+def on_ranks(folder, size, work, timeout_s=60.0):
     """Run a function in a thread for each rank; return the results."""
-    results: dict[int, T] = {}
-    errors: list[BaseException] = []
     meeting = threading.Barrier(size)
+    options = {"rendezvous": folder / "rendezvous", "timeout_s": timeout_s}
 
-    def run(rank: int) -> None:
-        try:
-            group = open_group(
-                rank,
-                size,
-                CPU,
-                rendezvous=folder / "rendezvous",
-                timeout_s=timeout_s,
-                meet=lambda: meeting.wait() and None,
-            )
-            results[rank] = work(group)
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
+    def run(rank: int):
+        return work(open_group(rank, size, CPU, **options, meet=lambda: meeting.wait() and None))
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        raise error
-    return [results[rank] for rank in range(size)]
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, range(size)))
 
 
 @pytest.mark.parametrize("size", [2, 3])

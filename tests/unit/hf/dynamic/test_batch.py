@@ -1,4 +1,7 @@
-"""`DynamicBatch`: accepted and refused requests, order, preemption and memory."""
+"""`DynamicBatch`: requests, order, preemption and memory; failed forwards and moved queries."""
+
+import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,13 +16,14 @@ from quire.errors import (
     UnsupportedModel,
 )
 from quire.hf import DynamicBatch
-from quire.hf.dynamic.query import QueryState
+from quire.hf.dynamic.query import Query, QueryState
 from quire.scheduler.batchers import DENSE_BATCHERS
 from support import zoo
-from support.dynamic import CHANGING, RULES, build, check_empty, run
+from support.dynamic import CHANGING, RULES, build, check_empty, run, run_at_random
 from support.engines import make_prompts
 
 PROMPTS = make_prompts(6, 30, seed=2)
+EIGHT = make_prompts(8, 30, seed=5)
 
 
 def test_all_registered_batchers_are_tested():
@@ -33,25 +37,21 @@ def alone(prompt: list[int], new_tokens: int, **options: object) -> list[int]:
     return handle.token_ids
 
 
-# ---- state of a preempted or moved query -----------------------------------------------------
-
-
 @pytest.mark.parametrize("rule", CHANGING)
 def test_seeds_penalties_and_stop_ids_survive_preemption(rule):
+    penalty = SamplingParams(temperature=0.0, repetition_penalty=1.8)
     params = [
         SamplingParams(temperature=1.0, seed=7),
         SamplingParams(temperature=0.8, top_k=5, seed=3),
-        SamplingParams(temperature=0.0, repetition_penalty=1.8),
+        penalty,
         SamplingParams(temperature=0.0, frequency_penalty=1.5),
     ]
     expected = [alone(prompt, 12, sampling=p) for prompt, p in zip(PROMPTS, params, strict=False)]
     stop = expected[2][6]
-    params.append(SamplingParams(temperature=0.0, repetition_penalty=1.8, stop_token_ids=(stop,)))
-    prompts = [*PROMPTS[:4], PROMPTS[2]]
+    params.append(replace(penalty, stop_token_ids=(stop,)))
     batch = DynamicBatch(build("llama"), batch_size=2, batcher=rule)
-    handles = [
-        batch.submit(prompt, 12, sampling=p) for prompt, p in zip(prompts, params, strict=True)
-    ]
+    prompts = zip([*PROMPTS[:4], PROMPTS[2]], params, strict=True)
+    handles = [batch.submit(prompt, 12, sampling=p) for prompt, p in prompts]
 
     while batch.has_work:
         batch.step()
@@ -63,9 +63,6 @@ def test_seeds_penalties_and_stop_ids_survive_preemption(rule):
     assert handles[4].token_ids == expected[2][: expected[2].index(stop) + 1]
     assert handles[4].finish_reason == "stop"
     assert sum(handle.preemptions > 0 for handle in handles) >= 3
-
-
-# ---- order of queries ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", CHANGING)
@@ -124,9 +121,6 @@ def test_no_row_is_idle_while_queries_wait(rule):
         assert not batch.last.queued or batch.last.live == batch.last.rows == 2
 
 
-# ---- memory ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rule", CHANGING)
 def test_preempted_rows_resume_below_the_threshold_with_equal_completions(rule):
     prompts, new_tokens = [prompt[:8] for prompt in PROMPTS * 2], [60] * 4 + [6] * 8
@@ -180,9 +174,6 @@ def test_baton_reports_a_full_slab():
     check_empty(batch)
 
 
-# ---- cancelled and refused queries -----------------------------------------------------------
-
-
 def test_cancel_works_in_every_query_state():
     batch = DynamicBatch(build("llama"), batch_size=2, batcher="baton_pd_best_fit")
     handles = [batch.submit([7] * 30, 12) for _ in range(9)]
@@ -215,19 +206,11 @@ def test_cancel_works_in_every_query_state():
         ([3, 128], 4, {}, RequestError, "token ids from 0 to 127, got 128"),
         ([3], 0, {}, RequestError, "max_new_tokens >= 1, got 0"),
         ([3] * 500, 13, {}, RequestError, "exceed the model's context of 512 tokens"),
-        (
-            [3] * 30,
-            4,
-            {"capacity_tokens": 32},
-            NeverFits,
-            "need 33 columns, but capacity_tokens is 32",
-        ),
+        ([3] * 30, 4, {"capacity_tokens": 32}, NeverFits, "33 columns, but capacity_tokens is 32"),
         ([3] * 30, 4, {"scale_at": 4_000}, NeverFits, "B of KV, but scale_at is 4,000 B; raise it"),
     ],
 )
-def test_query_that_can_never_run_is_refused_at_submission(
-    prompt, new_tokens, options, error, message
-):
+def test_query_that_can_never_run_is_refused(prompt, new_tokens, options, error, message):
     batch = DynamicBatch(build("llama"), **options)
 
     with pytest.raises(error, match=message):
@@ -235,27 +218,11 @@ def test_query_that_can_never_run_is_refused_at_submission(
 
     assert not batch.has_work
     assert batch.device_meter.used_bytes == 0
-
-
-def test_query_of_exactly_the_capacity_runs():
-    batch = DynamicBatch(build("llama"), capacity_tokens=33)
-    handle = batch.submit([3] * 30, 4)
-    batch.run()
-
-    assert handle.token_ids == alone([3] * 30, 4)
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(n=1, best_of=2),
-        SamplingParams(use_beam_search=True, beam_width=2),
-        SamplingParams(prompt_logprobs=0),
-    ],
-)
-def test_options_of_the_engine_are_refused(sampling):
-    with pytest.raises(RequestError, match=r"use quire\.LLM, which takes the same model object"):
-        DynamicBatch(build("llama")).submit([3], 4, sampling=sampling)
+    if options.get("capacity_tokens") == 32:
+        fitting = DynamicBatch(build("llama"), capacity_tokens=33)
+        handle = fitting.submit(prompt, new_tokens)
+        fitting.run()
+        assert handle.token_ids == alone(prompt, new_tokens)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +232,7 @@ def test_options_of_the_engine_are_refused(sampling):
         (
             {"batcher": "continuous"},
             ConfigError,
-            "needs paged KV for chunked prefill: use batcher='baton_pd' here, or quire.LLM",
+            "needs paged KV .*: use batcher='baton_pd' h",
         ),
         ({"batcher": "baton_pd:queue=8"}, ConfigError, "option 'queue' is only for paged KV"),
         ({"batcher": "pd:ahead"}, ConfigError, "expected option=value such as queue=8"),
@@ -346,3 +313,156 @@ def test_columns_are_allocated_as_open_ended_completions_grow():
     batch.step()
     assert batch.device_meter.peak_bytes < batch._model.shape.slab_bytes(1, handle.final_tokens)
     batch.cancel(handle)
+
+
+@pytest.mark.parametrize("rule", ["pd", "static"])
+def test_row_that_finishes_before_its_batch_starts_is_freed(rule):
+    """Its row is free while the prompts of the other rows still have to be prefilled."""
+    prompts, new_tokens = [list(range(40, 80)), [9, 8, 7], [5] * 42], [1, 9, 9]
+
+    result = run(DynamicBatch(build("llama"), batch_size=3, batcher=rule), prompts, new_tokens)
+
+    for handle, prompt, count in zip(result.handles, prompts, new_tokens, strict=True):
+        assert handle.token_ids == alone(prompt, count)
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "error"),
+    [*((rule, {}, RuntimeError) for rule in RULES), ("baton_pd", {}, KeyboardInterrupt)],
+)
+def test_completions_are_unchanged_after_a_failed_step(rule, options, error):
+    model, rng, calls = build("llama"), random.Random(len(rule)), []
+    expected = [handle.token_ids for handle in run(DynamicBatch(model), EIGHT).handles]
+    batch = DynamicBatch(model, batch_size=3, batcher=rule, **options)
+    handles = [batch.submit(prompt, 8) for prompt in EIGHT]
+
+    def failing(*_args, **_inputs):  # after one of two layers has been written
+        calls.append(rng.random() < 0.2)
+        if calls[-1]:
+            raise error("device error")
+
+    hook = model.model.layers[1].register_forward_pre_hook(failing)
+    while batch.has_work:
+        try:
+            batch.step()
+        except error:
+            assert batch.num_running == 0
+            assert batch.num_queued == sum(not handle.finished for handle in handles)
+    hook.remove()
+
+    assert calls.count(True) >= 3
+    assert [handle.token_ids for handle in handles] == expected
+    check_empty(batch)
+
+
+def test_step_ranks_only_the_head_of_the_queue(monkeypatch):
+    batch = DynamicBatch(build("llama"), batch_size=2)
+    for _ in range(300):
+        batch.submit([3], 3)
+    batch.step()
+    result = []
+    for name in ("rank", "certain_tokens"):
+        found = vars(Query)[name].fget
+
+        def counted(query, found=found):
+            result.append(query.number)
+            return found(query)
+
+        monkeypatch.setattr(Query, name, property(counted))
+
+    for _ in range(4):  # rows become free and are filled
+        batch.step()
+
+    assert max(result) >= 2
+    assert len(result) < 100
+
+
+@pytest.mark.parametrize(
+    ("rule", "seed"), [("baton", 1), ("baton_pd", 0), ("baton_pd_best_fit", 0)]
+)
+def test_device_memory_stays_below_the_threshold_while_slabs_grow(rule, seed):
+    model = build("llama")
+    threshold = DynamicBatch(model)._model.shape.token_bytes * 130
+    prompts = [prompt * 2 for prompt in make_prompts(8, 20, seed)]
+    batch = DynamicBatch(model, batch_size=4, batcher=rule, scale_at=threshold, swap_space=0)
+
+    run_at_random(batch, prompts, seed)
+
+    assert batch.device_meter.peak_bytes <= threshold
+    check_empty(batch)
+
+
+@pytest.mark.parametrize("rule", ["static", "pd"])
+def test_static_batches_stay_within_capacity_tokens(rule):
+    """A long prompt and a long completion each fit alone, but not in the columns of one batch."""
+    batch = DynamicBatch(build("llama"), batch_size=2, batcher=rule, capacity_tokens=40)
+    prompts, new_tokens = [[5] * 36, [6] * 4, [7] * 5], [4, 36, 30]
+
+    handles = [batch.submit(*arguments) for arguments in zip(prompts, new_tokens, strict=True)]
+    widest = 0
+    while batch.has_work:
+        batch.step()
+        widest = max(widest, batch.last.columns)
+
+    assert widest <= 40
+    assert [len(handle.token_ids) for handle in handles] == new_tokens
+
+
+def test_query_moved_to_a_batch_without_swap_space_is_recomputed():
+    first, second = DynamicBatch(build("llama")), DynamicBatch(build("llama"), swap_space=0)
+    handle = first.submit(EIGHT[0], 10)
+    for _ in range(4):
+        first.step()
+
+    second.adopt(first.extract(handle))
+    second.run()
+
+    assert handle.token_ids == alone(EIGHT[0], 10)
+    check_empty(first)
+    check_empty(second)
+
+
+def test_adopt_requires_an_extracted_query_that_fits():
+    first, small = DynamicBatch(build("llama")), DynamicBatch(build("llama"), capacity_tokens=20)
+    handle = first.submit([3] * 15, 10)
+    first.step()
+    with pytest.raises(RequestError, match="that `extract` has returned, got one that is running"):
+        small.adopt(handle)
+    with pytest.raises(NeverFits, match="need 24 columns, but capacity_tokens is 20"):
+        small.adopt(first.extract(handle))
+    with pytest.raises(RequestError, match="waiting or running query, got one that is extracted"):
+        first.extract(handle)
+
+    first.cancel(handle)
+
+    assert handle.finish_reason == "cancelled"
+    check_empty(first)
+
+
+def test_max_tokens_can_be_set_by_sampling_params():
+    batch = DynamicBatch(build("llama"))
+    params = SamplingParams(max_tokens=3)
+    handles = [batch.submit([3], sampling=params), batch.submit([3], 5, sampling=params)]
+    batch.run()
+
+    assert [len(handle.token_ids) for handle in handles] == [3, 5]
+
+
+OF_LLM = [
+    *(SamplingParams(use_beam_search=True, beam_width=width) for width in (1, 2)),
+    *(SamplingParams(n=1, best_of=2), SamplingParams(prompt_logprobs=0)),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampling": SamplingParams(stop=("x",))}, "create the batch with tokenizer="),
+        *(({"sampling": p}, r"use quire\.LLM, which takes the same model object") for p in OF_LLM),
+        ({"priority": True}, "priority to be a whole number, got True"),
+        ({"deadline_s": float("nan")}, "a time on the batch's clock, got NaN"),
+    ],
+)
+def test_unsupported_request_options_are_refused(options, message):
+    with pytest.raises(RequestError, match=message):
+        DynamicBatch(build("llama")).submit([3], **options)

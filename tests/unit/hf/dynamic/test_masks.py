@@ -7,58 +7,42 @@ from quire.errors import UnsupportedModel
 from quire.hf.dynamic.slab_model import MaskRule, check_implementation, visible
 from support import zoo
 
-_ = -1
+_, FLOAT = -1, torch.float32
 
 
-def positions_of(*rows: list[int]) -> torch.Tensor:
-    return torch.tensor(rows)
+VISIBLE = {
+    "up to itself without padding": (
+        [[_, _, 0, 1, 2], [0, 1, 2, 3, 4]], 1, None, [[[0, 0, 1, 1, 1]], [[1, 1, 1, 1, 1]]],
+    ),
+    "several new columns are causal": (
+        [[0, _, _, 1], [_, 0, 1, 2]], 3, None,
+        [[[0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1]], [[0, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]]],
+    ),
+    "a window counts tokens, not the three columns of a gap": (
+        [[0, 1, 2, _, _, _, 3], [0, 1, 2, 3, 4, 5, 6]], 1, 3,
+        [[[0, 1, 1, 0, 0, 0, 1]], [[0, 0, 0, 0, 1, 1, 1]]],
+    ),
+    "empty rows and padding attend to one column": (
+        [[_, _, _], [0, 1, 2]], 2, None, [[[0, 1, 0], [0, 0, 1]], [[1, 1, 0], [1, 1, 1]]],
+    ),
+}  # fmt: skip
 
 
-def test_query_attends_to_its_row_up_to_itself_without_padding():
-    positions = positions_of([_, _, 0, 1, 2], [0, 1, 2, 3, 4])
-
-    assert visible(positions, 1, None).int().tolist() == [[[[0, 0, 1, 1, 1]]], [[[1, 1, 1, 1, 1]]]]
-
-
-def test_several_new_columns_are_causal():
-    positions = positions_of([0, _, _, 1], [_, 0, 1, 2])
-
-    assert visible(positions, 3, None).int().tolist() == [
-        [[[0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1]]],
-        [[[0, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]]],
-    ]
-
-
-def test_sliding_window_counts_tokens_not_columns():
-    """Row 0 has a gap of three columns: its last query still attends to two earlier tokens."""
-    positions = positions_of([0, 1, 2, _, _, _, 3], [0, 1, 2, 3, 4, 5, 6])
-
-    assert visible(positions, 1, 3).int().tolist() == [
-        [[[0, 1, 1, 0, 0, 0, 1]]],
-        [[[0, 0, 0, 0, 1, 1, 1]]],
-    ]
-
-
-def test_empty_rows_and_padding_attend_to_one_column():
-    positions = positions_of([_, _, _], [0, 1, 2])
-
-    found = visible(positions, 2, None)
-
-    assert found.any(dim=-1).all()
-    assert found[0].int().tolist() == [[[0, 1, 0], [0, 0, 1]]]
+def test_a_query_attends_to_its_row():
+    for case, (positions, columns, window, expected) in VISIBLE.items():
+        found = visible(torch.tensor(positions), columns, window)
+        assert found[:, 0].int().tolist() == expected, case
 
 
 def test_model_with_mixed_layers_gets_one_mask_per_layer_type():
-    positions = positions_of([0, 1, 2, 3])
-    masks = MaskRule.of(zoo.build("gemma3").config).make(
-        positions, 1, implementation="sdpa", dtype=torch.float32
+    positions = torch.tensor([[0, 1, 2, 3]])
+    masks, mistral_mask = (
+        MaskRule.of(zoo.build(name).config).make(positions, 1, implementation=impl, dtype=FLOAT)
+        for name, impl in (("gemma3", "sdpa"), ("mistral", "eager"))
     )
 
     assert set(masks) == {"full_attention", "sliding_attention"}
     assert masks["full_attention"].dtype == torch.bool
-    mistral_mask = MaskRule.of(zoo.build("mistral").config).make(
-        positions, 1, implementation="eager", dtype=torch.float32
-    )
     assert mistral_mask.tolist() == [[[[0.0] * 4]]]
 
 

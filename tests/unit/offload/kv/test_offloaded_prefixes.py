@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from quire.errors import ConfigError, HostMemoryFull
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
-from quire.kv.sharing import reference_pages, release_reference, start_from_references
+from quire.kv.sharing import fork, reference_pages, release_reference, start_from_references
 from quire.kv.step import StepAttention
 from quire.layout.layout import SLOTS
+from quire.offload.kv.prefix_splits import Share
 from quire.offload.step_log import ClockMarks
 from quire.offload.swap.transfer import ThreadTransferWorker
 from support.offloaded_kv import (
@@ -181,10 +182,8 @@ def test_halved_staging_holds_one_layer_at_a_time():
     kv.memory.check()
     for number in range(2):
         poison(kv)
-        found, expected = (
-            step(one, {row: 1}, number) for one, row in zip((kv, whole), rows, strict=True)
-        )
-        assert torch.equal(found, expected)
+        both = zip((kv, whole), rows, strict=True)
+        assert torch.equal(*(step(one, {row: 1}, number) for one, row in both))
 
 
 def test_offload_to_full_host_memory_changes_nothing():
@@ -225,19 +224,15 @@ def test_shared_prefix_is_offloaded_without_changing_its_source():
         step(one, {source: 12}, 3)
         # no window page has been freed yet
         cached_references.append(reference_pages(one.memory, source, 0, 8))
-    rows = [
-        start_from_references(one.memory, [cached_reference])
-        for one, cached_reference in zip((kv, whole), cached_references, strict=True)
-    ]
+    both = zip((kv, whole), cached_references, strict=True)
+    rows = [start_from_references(one.memory, [reference]) for one, reference in both]
 
     assert kv.offload.prefixes.gain_bytes(rows[0], 8) > 0  # the reference is offloaded too
     kv.offload.prefixes.offload(rows[0], 8)
 
     for number in range(3):
-        found, expected = (
-            step(one, {0: 1, row: 2}, number) for one, row in zip((kv, whole), rows, strict=True)
-        )
-        assert torch.equal(found, expected)
+        both = zip((kv, whole), rows, strict=True)
+        assert torch.equal(*(step(one, {0: 1, row: 2}, number) for one, row in both))
         poison(kv)
     kv.memory.release(rows[:1])
     release_reference(kv.memory, cached_references[0])
@@ -314,3 +309,120 @@ def test_copies_of_an_aborted_step_end_before_its_pages_are_reused():
     time.sleep(0.02)
 
     assert (kv.store.arena == 0x11).all()
+
+
+AHEAD = 2  # layers of the next step
+
+
+class Counting(ThreadTransferWorker):
+    """Counts copies."""
+
+    num_copies = 0
+
+    def submit(self, copy, num_bytes):
+        self.num_copies += 1
+        return super().submit(copy, num_bytes)
+
+
+class Alternating:
+    """Transfers all columns, or all but those that CPU attention would serve, in turn."""
+
+    def __init__(self, hosts):
+        self.hosts = list(hosts)
+
+    def divide(self, prefixes, rows, batches=1):
+        columns = self.hosts.pop(0)
+        return {
+            row: Share(host=range(prefix.columns - columns, prefix.columns))
+            for row, prefix in prefixes.items()
+        }
+
+    def learn(self, timed):
+        pass
+
+
+def offloaded_and_whole(rows=1, tokens=16, slots=12):
+    """Two memories with equal contents; in the first, rows have offloaded prefixes."""
+    both = make(transfer_worker=Counting()), make()
+    for kv in both:
+        for row in [kv.memory.start() for _ in range(rows)]:
+            step(kv, {row: tokens}, row)
+    for row in range(rows):
+        both[0].offload.prefixes.offload(row, slots)
+    return both
+
+
+def copies_of(kv, rows, seed):
+    """Run a decode step; return its output and the number of copies that it submitted."""
+    before = kv.offload.transfer_worker.num_copies
+    out = step(kv, dict.fromkeys(rows, 1), seed)
+    return out, kv.offload.transfer_worker.num_copies - before
+
+
+def test_the_first_layers_are_loaded_once_for_two_steps():
+    offloaded, whole = offloaded_and_whole()
+
+    for number, expected in enumerate((FULL_LAYERS + AHEAD, FULL_LAYERS, FULL_LAYERS)):
+        out, copies = copies_of(offloaded, [0], number)
+        assert copies == expected
+        assert torch.equal(out, step(whole, {0: 1}, number))
+    offloaded, whole = offloaded_and_whole(rows=2)
+    for number, rows in enumerate(([0, 1], [1], [0], [0, 1])):  # rows that skip a step find them
+        out, _ = copies_of(offloaded, rows, number)
+        assert torch.equal(out, step(whole, dict.fromkeys(rows, 1), number))
+
+
+def test_first_layers_of_another_split_are_loaded_again():
+    """Pages that a step left out are not taken for loaded in the step after it."""
+    offloaded, whole = offloaded_and_whole()
+    hosts = [0, 1, 0, 3, 1, 0]
+    offloaded.offload.splits = Alternating(hosts)
+    for number, host in enumerate(hosts):
+        out, _ = copies_of(offloaded, [0], number)
+        expected = step(whole, {0: 1}, number)
+        if not host:  # otherwise the part of CPU attention is missing
+            assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("change", ["offload", "halve", "repack", "read"])
+def test_first_layers_stay_valid_when_bookkeeping_changes_pages(change):
+    offloaded, whole = offloaded_and_whole(slots=8)
+    prefixes = offloaded.offload.prefixes
+    copies_of(offloaded, [0], 0), step(whole, {0: 1}, 0)
+    if change == "offload":
+        prefixes.offload(0, 16)
+    elif change == "halve":
+        prefixes.restage(0, 1)
+    elif change == "repack":
+        prefixes.restage(0, pack=True)
+    else:
+        poison(offloaded)
+
+    for number in (1, 2):
+        out, _ = copies_of(offloaded, [0], number)
+        assert torch.equal(out, step(whole, {0: 1}, number))
+    offloaded.memory.release([0])
+    offloaded.memory.check()
+
+
+def test_forks_share_offloaded_pages_and_their_first_layers():
+    offloaded, whole = offloaded_and_whole()
+    copies_of(offloaded, [0], 0), step(whole, {0: 1}, 0)
+    for kv in (offloaded, whole):
+        assert fork(kv.memory, 0) == 1
+    used = offloaded.offload.prefixes.pool.used_bytes
+
+    for number in (1, 2):
+        out, copies = copies_of(offloaded, [0, 1], number)
+        assert copies == FULL_LAYERS  # one copy of a layer for both
+        assert torch.equal(out, step(whole, {0: 1, 1: 1}, number))
+    assert offloaded.offload.batch_key(0) == offloaded.offload.batch_key(1) is not None
+    offloaded.memory.check()
+    offloaded.memory.release([0])
+    assert offloaded.offload.prefixes.pool.used_bytes == used
+    out, _ = copies_of(offloaded, [1], 3)
+    whole.memory.release([0])
+    assert torch.equal(out, step(whole, {1: 1}, 3))
+    offloaded.memory.release([1])
+    assert not offloaded.offload.prefixes.pool.used_bytes
+    offloaded.memory.check()

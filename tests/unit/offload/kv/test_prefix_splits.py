@@ -4,8 +4,16 @@ Times come from a simulated link and device.
 """
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from quire.offload.kv.prefix_splits import OffloadedPrefix, PrefixSplits, SplitLimits
+from quire.offload.kv.prefix_splits import (
+    OffloadedPrefix,
+    PrefixSplits,
+    Share,
+    SplitLimits,
+    divide_prefixes,
+)
 from quire.offload.split import COPY, MeasuredRates, OffloadRates, pipelined_split
 from quire.offload.step_log import ATTEND, HOST_ATTEND, KV_IN, LAYER, PROJECT, X_IN, Timed
 
@@ -23,15 +31,13 @@ def simulated_step(recomputed, link_bytes_per_s):
         start = max(link, layer_ends[layer - 2] if layer > 1 else 0.0)
         x_end = start + recomputed * X_BYTES / link_bytes_per_s
         link = x_end + (TOKENS - recomputed) * KV_BYTES / link_bytes_per_s
-        timed += [
-            Timed(X_IN, layer, recomputed, recomputed * X_BYTES, start, x_end),
-            Timed(KV_IN, layer, TOKENS - recomputed, (TOKENS - recomputed) * KV_BYTES, x_end, link),
-        ]
         started = max(device, x_end)
         ready = max(started + recomputed * RECOMPUTE_S, link)
         layer_ends.append(ready + OTHER_S / 2)
         device = layer_ends[-1] + OTHER_S / 2
         timed += [
+            Timed(X_IN, layer, recomputed, recomputed * X_BYTES, start, x_end),
+            Timed(KV_IN, layer, TOKENS - recomputed, (TOKENS - recomputed) * KV_BYTES, x_end, link),
             Timed(PROJECT, layer, recomputed, 0, started, started + recomputed * RECOMPUTE_S),
             Timed(ATTEND, layer, TOKENS, 0, ready, layer_ends[-1]),
             Timed(LAYER, layer, 1, 0, layer_ends[-1], device),
@@ -50,15 +56,9 @@ def make_splits(copy_call_s=0.0, **limits):
 
 
 def best(link_bytes_per_s):
-    return pipelined_split(
-        OffloadRates(
-            kv_s=KV_BYTES / link_bytes_per_s,
-            x_s=X_BYTES / link_bytes_per_s,
-            recompute_s=RECOMPUTE_S,
-            other_s=OTHER_S,
-        ),
-        TOKENS,
-    )
+    kv_s, x_s = KV_BYTES / link_bytes_per_s, X_BYTES / link_bytes_per_s
+    rates = OffloadRates(kv_s=kv_s, x_s=x_s, recompute_s=RECOMPUTE_S, other_s=OTHER_S)
+    return pipelined_split(rates, TOKENS)
 
 
 @pytest.mark.parametrize(("before", "after"), [(40e6, 20e6), (20e6, 40e6)])
@@ -75,19 +75,19 @@ def test_split_follows_a_link_speed_change_within_ten_steps(before, after):
     assert abs(found[39] - best(after)) <= 0.05 * TOKENS
 
 
-@pytest.mark.parametrize("recomputed", [0.0, 0.25, 1.0])
-def test_requested_fraction_is_recomputed(recomputed):
-    splits = make_splits(recomputed=recomputed)
+@pytest.mark.parametrize(
+    ("limits", "least", "most"),
+    [
+        *(({"recomputed": x}, x * TOKENS - PAGE, x * TOKENS) for x in (0.0, 0.25, 1.0)),
+        ({"recomputed": 1.0, "max_recomputed": 100}, 99, 100),
+        ({"copy_call_s": 1e-3}, -1, 0),  # the fixed times of more copies cost more than it gains
+    ],
+)
+def test_requested_fraction_is_recomputed_within_its_limits(limits, least, most):
+    splits = make_splits(**limits)
     splits.divide(PREFIXES, rows=1)
 
-    assert recomputed * TOKENS - PAGE < splits.recomputed_tokens <= recomputed * TOKENS
-
-
-def test_recomputed_tokens_are_limited():
-    splits = make_splits(recomputed=1.0, max_recomputed=100)
-    splits.divide(PREFIXES, rows=1)
-
-    assert splits.recomputed_tokens == 100
+    assert least < splits.recomputed_tokens <= most
 
 
 def test_cpu_attention_fraction_follows_rates_and_is_kept():
@@ -105,9 +105,8 @@ def test_a_split_does_not_move_for_a_small_gain_and_grows_with_the_length():
     splits = make_splits()
     splits.divide(PREFIXES, rows=1)
     first = splits.recomputed_tokens
-    splits.rates = MeasuredRates(
-        {COPY: (0.0, 5e-8), PROJECT: (0.0, RECOMPUTE_S * 1.01)}, kv_bytes=KV_BYTES, x_bytes=X_BYTES
-    )
+    prior = {COPY: (0.0, 5e-8), PROJECT: (0.0, RECOMPUTE_S * 1.01)}
+    splits.rates = MeasuredRates(prior, kv_bytes=KV_BYTES, x_bytes=X_BYTES)
     splits.divide(PREFIXES, rows=1)
 
     assert splits.recomputed_tokens == first
@@ -115,8 +114,32 @@ def test_a_split_does_not_move_for_a_small_gain_and_grows_with_the_length():
     assert splits.recomputed_tokens == pytest.approx(first / 2, abs=PAGE)
 
 
-def test_kv_is_transferred_if_the_fixed_times_of_more_copies_cost_more_than_the_split_gains():
-    splits = make_splits(copy_call_s=1e-3)
-    splits.divide(PREFIXES, rows=1)
+@st.composite
+def offloaded_prefixes(draw):
+    prefixes = {}
+    for row in range(draw(st.integers(1, 4))):
+        columns = draw(st.integers(1, 9))
+        first = draw(st.integers(0, columns))
+        known = range(first, draw(st.integers(first, columns)))
+        prefixes[row] = OffloadedPrefix(columns, known=known, on_host=draw(st.booleans()))
+    return prefixes
 
-    assert splits.recomputed_tokens == 0
+
+@given(prefixes=offloaded_prefixes(), recomputed=st.integers(0, 200), host=st.integers(0, 200))
+def test_every_page_is_in_exactly_one_share(prefixes, recomputed, host):
+    share = Share(recomputed=range(2, 5), host=range(7, 9))  # runs are clipped to the range
+    runs = [list(share.transferred(*span)) for span in ((0, 9), (3, 6), (2, 5))]
+    assert runs == [[range(2), range(5, 7)], [range(5, 6)], []]
+    shares = divide_prefixes(prefixes, recomputed, host, PAGE)
+
+    known = sum(len(prefix.known) for prefix in prefixes.values()) * PAGE
+    found = sum(len(share.recomputed) for share in shares.values()) * PAGE
+    assert min(recomputed, known) - PAGE < found <= min(recomputed, known)
+    assert sum(len(share.host) for share in shares.values()) * PAGE <= host
+    for row, prefix in prefixes.items():
+        share = shares[row]
+        columns = [*share.recomputed, *share.host]
+        columns += [c for run in share.transferred(0, prefix.columns) for c in run]
+        assert sorted(columns) == list(range(prefix.columns))
+        assert set(share.recomputed) <= set(prefix.known)
+        assert prefix.on_host or not share.host

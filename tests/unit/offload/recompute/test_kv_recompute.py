@@ -10,10 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.codecs.registry import make_codec
+from quire.config.kv_config import parse_activation_codec
+from quire.errors import ConfigError, UnknownName
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.paged_kv import PagedKV
 from quire.kv.step import StepAttention
+from quire.layout.codec_names import CODECS, codec_spec
 from quire.layout.layout import SLOTS
 from quire.models.adapter import TransformersDecoder
 from quire.offload.kv.build import can_recompute
@@ -99,16 +103,11 @@ def kv_offload(kv, seed, *, blocks=64):
     """Give a memory a KV offload with KV recompute and CPU attention."""
     first = kv.offload
     groups = [table.group for table in kv.memory.tables.values()]
-    recomputed_groups = [
-        group.name for group in groups if group.window is None and can_recompute(group)
-    ]
-    store = ActivationStore(
-        ActivationAllocator(blocks, 2 * PAGE, PAGE),
-        LAYERS,
-        ActivationCodec(None, HIDDEN, torch.float32),
-        CPU,
-    )
-    kv_recompute = KVRecompute(Linear(), store, RowTokens(), CPU, groups=recomputed_groups)
+    recomputed = [group.name for group in groups if group.window is None and can_recompute(group)]
+    allocator = ActivationAllocator(blocks, 2 * PAGE, PAGE)
+    codec = ActivationCodec(None, HIDDEN, torch.float32)
+    store = ActivationStore(allocator, LAYERS, codec, CPU)
+    kv_recompute = KVRecompute(Linear(), store, RowTokens(), CPU, groups=recomputed)
     kv_recompute.chunk_tokens = 5  # chunks end inside pages
     in_parts = [group.name for group in groups if can_attend_in_parts(group)]
     offload = type(first)(
@@ -174,8 +173,7 @@ def evict_random_tokens(memories, row, rng):
     for lane in keep:
         lane[rng.permutation(slots)[:num_retained]] = True
     for kv in memories:
-        plan = plan_compaction(kv.memory, "full", row, keep)
-        commit_compaction(kv.memory, plan)
+        commit_compaction(kv.memory, plan_compaction(kv.memory, "full", row, keep))
 
 
 @pytest.mark.parametrize(("codec", "tolerance"), [("float32", 1e-5), ("int8+plain=float32", 2e-2)])
@@ -183,12 +181,8 @@ def evict_random_tokens(memories, row, rng):
 @given(seed=st.integers(0, 10_000), evicting=st.booleans(), until=st.sampled_from([13, 1 << 30]))
 def test_attention_is_equal_for_all_divisions_of_a_prefix(codec, tolerance, seed, evicting, until):
     split = kv_offload(make(codec, transfer_worker=SlowTransferWorker(), evicting=evicting), seed)
-    whole, rng, model, known = (
-        make(codec, evicting=evicting),
-        np.random.default_rng(seed),
-        Linear(),
-        {},
-    )
+    whole, rng = make(codec, evicting=evicting), np.random.default_rng(seed)
+    model, known = Linear(), {}
     kv_recompute, prefixes = split.offload.kv_recompute, split.offload.prefixes
     kv_recompute.tokens.tokens, kv_recompute.tokens.until = known, until
     rows = [split.memory.start() for _ in range(3)]
@@ -225,11 +219,9 @@ def test_whole_prefix_can_be_recomputed_or_attended_on_the_cpu():
 
         assert kv.offload.kv_recompute.num_recomputed == recomputed * FULL_LAYERS
         assert kv.offload.attention.num_attended == host * FULL_LAYERS
-        kv.offload.step(
-            FlatBatch.of(np.array([row]), np.array([1], dtype=np.int32), kv.store.device)
-        )
-        transferred = [t for t in kv.offload.splits.timed[-1] if t.kind == "KV in"]
-        assert not transferred
+        one = np.array([row]), np.array([1], dtype=np.int32)
+        kv.offload.step(FlatBatch.of(*one, kv.store.device))
+        assert not [t for t in kv.offload.splits.timed[-1] if t.kind == "KV in"]
 
 
 def test_tokens_without_stored_x_are_transferred():
@@ -268,3 +260,93 @@ def test_failed_copy_raises_and_leaves_no_transfer_in_flight(recomputed_pages):
     kv.memory.release([row])
     kv.memory.check()
     kv.offload.kv_recompute.store.allocator.check()
+
+
+BLOCK = 2 * PAGE
+
+
+@settings(max_examples=60)
+@given(
+    actions=st.lists(
+        st.tuples(
+            st.sampled_from(["note"] * 3 + ["cut", "forget"]), st.integers(0, 2), st.integers(1, 13)
+        ),
+        max_size=30,
+    ),
+    until=st.integers(0, 60),
+)
+def test_known_inputs_are_at_their_recorded_slots(actions, until):
+    """Compared with a record of the location of every slot."""
+    allocator, length, places = ActivationAllocator(7, BLOCK, PAGE), {}, {}
+    for kind, row, number in actions:
+        held = length.get(row, 0)
+        if kind == "note":
+            for segment in allocator.note(row, held, number, until):
+                for i in range(segment.tokens):
+                    places[row, segment.start + i] = (segment.block, segment.offset + i)
+            length[row] = held + number
+        elif kind == "cut":
+            length[row] = min(held, number)
+            allocator.cut(row, length[row])
+        else:
+            length.pop(row, None)
+            allocator.forget([row])
+        allocator.check()
+        for each in length:
+            known = allocator.known(each)
+            assert known.stop <= max(min(until, length[each]), known.start)
+            assert known.start % PAGE == 0
+            slot = known.start
+            for segment in allocator.segments(each, known.start, known.stop) if known else ():
+                assert segment.offset + segment.tokens <= BLOCK
+                for i in range(segment.tokens):
+                    assert places[each, slot + i] == (segment.block, segment.offset + i)
+                slot += segment.tokens
+            assert slot == max(known.stop, known.start) or not known
+
+
+def test_inputs_start_at_a_page_after_a_cached_prefix_and_end_if_no_block_is_free():
+    allocator = ActivationAllocator(4, BLOCK, PAGE)
+    assert [s.start for s in allocator.note(0, 5, 9, 100)] == [8]
+    assert allocator.known(0) == range(8, 14)
+
+    allocator = ActivationAllocator(2, BLOCK, PAGE)
+    allocator.note(0, 0, 30, 100)
+    assert allocator.known(0) == range(2 * BLOCK)
+    assert allocator.note(1, 0, 4, 100) == []
+    assert allocator.known(1) == range(0)
+    assert allocator.used_blocks == allocator.peak_blocks == 2
+
+
+ONE_BY_ONE = [n for n, spec in CODECS.items() if not spec.per_page and not spec.constants]
+VECTOR = 192  # three vectors of 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["none", *ONE_BY_ONE])
+def test_decoded_rows_equal_the_codecs_decoded_vectors(name, dtype):
+    codec = ActivationCodec(parse_activation_codec(name), VECTOR, dtype)
+    inputs = torch.randn(7, VECTOR, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    rows = codec.encode(inputs)
+
+    assert rows.dtype == torch.uint8
+    assert rows.shape == (7, codec.row_bytes)
+    expected = inputs
+    if name != "none":
+        plain = make_codec(codec_spec(name), 64)
+        vectors = inputs.float().view(7, 3, 64)
+        expected = plain.decode(plain.encode(vectors)).view(7, VECTOR).to(dtype)
+    assert torch.equal(codec.decode(rows), expected)
+    assert torch.equal(codec.decode(rows[2:5]), expected[2:5])
+
+
+def test_row_bytes_by_codec_and_codecs_that_are_not_per_token():
+    """int8: 192 codes, three float16 scales; int4: 96 bytes, scales and zeros of three groups."""
+    expected = {"none": 2 * 192, "int8": 192 + 3 * 2, "int4": 96 + 3 * 4}
+    for name, num_bytes in expected.items():
+        codec = ActivationCodec(parse_activation_codec(name), VECTOR, torch.bfloat16)
+        assert codec.row_bytes == num_bytes
+    for name in ("int4_page", "kivi4", "int8/int4"):
+        with pytest.raises((ConfigError, UnknownName)):
+            parse_activation_codec(name)

@@ -13,15 +13,9 @@ from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
 from quire.kv.swap import swap_in, swap_out
 from quire.layout.pages import CacheLayout, LaneGroup
+from quire.offload.swap import host_store
 from quire.offload.swap.host_pool import HostPool
-from quire.offload.swap.host_store import (
-    STAGING_BYTES,
-    DirectCopies,
-    StagedCopies,
-    batches_of,
-    host_copies,
-    pin_memory,
-)
+from quire.offload.swap.host_store import StagedCopies, batches_of, host_copies
 from support.small_memory import grow, plain_class
 
 SMALL, LARGE = plain_class(), plain_class(tokens=8, heads=2, head_dim=16, positions=True)
@@ -45,12 +39,8 @@ def test_batches_cover_all_pages_and_are_at_min_half_full(num_pages, page_bytes,
     if len(batches) > 1:
         half = staging_bytes // page_bytes // 2
         assert min(end - first for first, end in batches) >= half
-
-
-def test_pages_of_16_kib_are_copied_in_batches_of_at_least_8_mib():
-    batches = list(batches_of(1_025, 16 << 10, STAGING_BYTES))
-
-    assert batches == [(0, 512), (512, 1_025)]
+    of_16_kib = list(batches_of(1_025, 16 << 10, host_store.STAGING_BYTES))
+    assert of_16_kib == [(0, 512), (512, 1_025)]
 
 
 def filled(device, copies, *, tokens=(37, 5, 64), total_bytes=1 << 20):
@@ -79,11 +69,6 @@ def row_bytes(memory, row):
     return found
 
 
-def scramble(memory):
-    """Overwrite the whole arena, so that all restored bytes come from CPU memory."""
-    memory.store.arena.fill_(0x5A)
-
-
 def direct(store):
     return host_copies(store, 1 << 20, LARGE.page_bytes)
 
@@ -102,18 +87,12 @@ def check_round_trip(device, copies):
     before = [row_bytes(memory, row) for row in rows]
 
     swapped = swap_out(memory, rows, pool)
-    scramble(memory)
+    memory.store.arena.fill_(0x5A)  # all restored bytes come from CPU memory
     restored = swap_in(memory, swapped)
 
     assert [row_bytes(memory, row) for row in restored] == before
     assert (pool.used_bytes, pool.peak_bytes) == (0, swapped.num_bytes)
     memory.check()
-
-
-def test_cpu_uses_direct_copies():
-    store = PageStore(1 << 16, CPU)
-
-    assert isinstance(host_copies(store, 1 << 10, 128), DirectCopies)
 
 
 def test_copied_batches_are_counted():
@@ -150,18 +129,13 @@ def test_host_memory_is_pinned_until_its_holder_is_freed(monkeypatch):
     host = torch.zeros(256, dtype=torch.uint8)
     holder = StagedCopies(PageStore(1 << 16, CPU), host, 128)
 
-    pin_memory(host, holder)
+    host_store.pin_memory(host, holder)
     assert runtime.pinned == {host.data_ptr(): 256}
     del holder
     assert runtime.pinned == {}
-
-
-def test_failed_pinning_is_rejected(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(code=2))
-    host = torch.zeros(256, dtype=torch.uint8)
-
     with pytest.raises(ConfigError, match=r"256 B .* \(CUDA error 2\); lower --swap-space"):
-        pin_memory(host, StagedCopies(PageStore(1 << 16, CPU), host, 128))
+        host_store.pin_memory(host, StagedCopies(PageStore(1 << 16, CPU), host, 128))
 
 
 class Runtime:
@@ -204,7 +178,7 @@ def test_device_copies_are_batches_of_a_mebibyte_or_more():
     before = row_bytes(memory, row)
 
     swapped = swap_out(memory, [row], pool)
-    scramble(memory)
+    memory.store.arena.fill_(0x5A)  # all restored bytes come from CPU memory
     [row] = swap_in(memory, swapped)
 
     assert copies.host.is_pinned()

@@ -1,4 +1,4 @@
-"""Swap copies next to the computation: what waits for them, and what does not."""
+"""The host pool of swapped pages, and copies next to the computation: what waits for them."""
 
 import gc
 from functools import partial
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.errors import HostMemoryFull
+from quire.errors import HostMemoryFull, InvariantError
 from quire.kv.memory import KVMemory
 from quire.kv.pages import CopyFences
 from quire.kv.shared_arena import SharedArena
@@ -21,7 +21,7 @@ from quire.offload.swap.host_store import DirectCopies
 from quire.offload.swap.transfer import StreamedCopies
 from support.host_array import CopyFailed, HostArray
 from support.lazy_copies import LazyWorker
-from support.small_memory import grow, one_group, plain_class, started
+from support.small_memory import grow, keys, one_group, plain_class, started, with_groups
 
 HOST_BYTES = 16 * 1024
 
@@ -136,55 +136,54 @@ def test_copies_are_timed_once_they_have_ended():
     assert pool.timed_copies() == []
 
 
-def test_copies_that_block_are_timed_by_the_caller():
-    assert HostPool(256).timed_copies() is None
-
-
 def test_a_cpu_has_copies_that_block():
     cpu = torch.device("cpu")
     group = LaneGroup(name="kv", page_class=plain_class(), layers=(0,))
     memory = KVMemory(CacheLayout((group,)), 1 << 14, 1, store=partial(PageStore, device=cpu))
 
     assert swap_worker(cpu) is None
+    assert HostPool(256).timed_copies() is None  # they are timed by the caller
+    arena = SharedArena(64 * 1024)
+    first, second = (arena.join(name, 1024, None, (256,)) for name in "ab")
+    assert first.fences is second.fences
     assert isinstance(swap_pool(memory, 1 << 12, None).copies, DirectCopies)
     assert isinstance(swap_pool(memory, 1 << 12, LazyWorker()).copies, StreamedCopies)
 
 
+def add_copy(fences, page, worker):
+    fences.add(np.array([page], dtype=np.int32), 64, worker.submit(lambda: None, 64))
+
+
 def test_fence_covers_bytes_of_pages_of_other_sizes():
     fences, worker = CopyFences(), LazyWorker()
-    fences.add(np.array([3], dtype=np.int32), 64, worker.submit(lambda: None, 64))
+    add_copy(fences, 3, worker)
 
+    for page in (2, 4):  # adjacent bytes
+        fences.before_use(np.array([page], dtype=np.int32), 64)
+    assert worker.num_waiting == 1
     fences.before_use(np.array([0, 2], dtype=np.int32), 96)  # bytes 0-95 and 192-287
     assert worker.num_waiting == 0
     assert len(fences) == 0
 
 
-@pytest.mark.parametrize("page", [1, 3])
-def test_fence_does_not_cover_adjacent_bytes(page):
-    fences, worker = CopyFences(), LazyWorker()
-    fences.add(np.array([2], dtype=np.int32), 64, worker.submit(lambda: None, 64))
-
-    fences.before_use(np.array([page], dtype=np.int32), 64)
-
-    assert worker.num_waiting == 1
-
-
 def test_fences_of_ended_copies_are_dropped():
     fences, worker = CopyFences(), LazyWorker()
     for page in range(3):
-        copy = worker.submit(lambda: None, 64)
-        fences.add(np.array([page], dtype=np.int32), 64, copy)
+        add_copy(fences, page, worker)
     worker.run_until(1)
 
-    fences.add(np.array([9], dtype=np.int32), 64, worker.submit(lambda: None, 64))
+    add_copy(fences, 9, worker)
 
     assert len(fences) == 2
+    worker.run_until(worker.num_run + worker.num_waiting - 1)
+    fences.before_use(np.array([50], dtype=np.int32), 64)  # at the next use of pages, too
+    assert len(fences) == 0
 
 
 def test_copy_of_another_stream_is_waited_for_although_a_later_one_has_ended():
     fences, first, second = CopyFences(), LazyWorker(), LazyWorker()
     for page, worker in enumerate((first, second)):
-        fences.add(np.array([page], dtype=np.int32), 64, worker.submit(lambda: None, 64))
+        add_copy(fences, page, worker)
 
     fences.before_use(np.array([1], dtype=np.int32), 64)
     assert (first.num_waiting, second.num_waiting) == (1, 0)
@@ -193,27 +192,16 @@ def test_copy_of_another_stream_is_waited_for_although_a_later_one_has_ended():
     assert first.num_waiting == 0
 
 
-def test_ended_copies_are_dropped_at_the_next_use_of_pages():
-    fences, worker = CopyFences(), LazyWorker()
-    fences.add(np.array([0], dtype=np.int32), 64, worker.submit(lambda: None, 64))
-    worker.run_until(0)
-
-    fences.before_use(np.array([5], dtype=np.int32), 64)
-
-    assert len(fences) == 0
-
-
-def test_members_of_a_shared_arena_have_the_same_fences():
-    arena = SharedArena(64 * 1024)
-    first, second = (arena.join(name, 1024, None, (256,)) for name in "ab")
-
-    assert first.fences is second.fences
-
-
-def test_copies_have_ended_when_their_host_memory_is_freed():
+@pytest.mark.parametrize("failed", [False, True])
+def test_copies_have_ended_when_their_host_memory_is_freed(failed):
+    """A swap that failed between two of its copies did not wait for the first one."""
     memory, worker = one_group(), LazyWorker()
     copies = StreamedCopies(NoCopies(), worker, memory.arena.fences)
-    swap_out(memory, [started(memory, 10)], HostPool(HOST_BYTES, copies))
+    if failed:
+        [page_class] = memory.pools
+        copies.save(page_class, np.arange(2, dtype=np.int32), 0)
+    else:
+        swap_out(memory, [started(memory, 10)], HostPool(HOST_BYTES, copies))
     worker.queued[:] = [lambda: None]  # the copies refer to their owner
     assert worker.num_waiting == 1
 
@@ -223,15 +211,88 @@ def test_copies_have_ended_when_their_host_memory_is_freed():
     assert worker.num_waiting == 0
 
 
-def test_copies_of_a_failed_swap_have_ended_when_their_host_memory_is_freed():
-    """The swap failed between two of its copies, so nothing waited for the first one."""
-    memory, worker = one_group(), LazyWorker()
-    copies = StreamedCopies(NoCopies(), worker, memory.arena.fences)
-    [page_class] = memory.pools
-    copies.save(page_class, np.arange(2, dtype=np.int32), 0)
-    worker.queued[:] = [lambda: None]
+PAGE_BYTES = 128
 
-    del copies
-    gc.collect()
 
-    assert worker.num_waiting == 0
+def pooled(memory, total_bytes=64 * PAGE_BYTES):
+    host = HostArray(memory.store, total_bytes)
+    return HostPool(total_bytes, host), host
+
+
+def test_pages_of_a_layer_are_contiguous_in_the_pool():
+    memory = one_group(num_lanes=2)
+    row = started(memory, 4)
+    other = started(memory, 4)
+    for _ in range(2):  # pages of both rows and both lanes alternate
+        grow(memory, row, 4)
+        grow(memory, other, 4)
+    pool, host = pooled(memory)
+    pages = memory.tables["kv"].row_pages(row)
+    before = memory.store.pages_of(memory.layout.page_classes[0])[pages].tobytes()
+
+    swapped = swap_out(memory, [row], pool)
+
+    assert host.copy_sizes == [6 * PAGE_BYTES]
+    assert host.bytes[: 6 * PAGE_BYTES].tobytes() == before
+    assert swapped.stored.space.num_extents == 1
+
+
+def test_each_page_class_has_a_separate_extent():
+    sums = LaneGroup(name="sums", page_class=plain_class(value=False), layers=(0,), private=True)
+    memory = with_groups(LaneGroup(name="kv", page_class=plain_class(), layers=(0,)), sums)
+    pool, host = pooled(memory)
+
+    swap_out(memory, [started(memory, 8)], pool)
+
+    assert host.copy_sizes == [2 * 128, 2 * 64]
+    assert (pool.used_bytes, pool.peak_bytes) == (384, 384)
+
+
+def test_sequence_without_a_large_enough_hole_is_split_over_the_largest_holes():
+    memory = one_group(max_rows=6)
+    pool, host = pooled(memory, 10 * PAGE_BYTES)
+    swapped_out = [swap_out(memory, [started(memory, 4 * n)], pool) for n in (2, 1, 3, 1, 2)]
+    for index in (0, 2, 4):  # leaves holes of 2, 3 and 2 + 1 pages
+        swapped_out[index].discard()
+    host.copy_sizes.clear()
+
+    swapped = swap_out(memory, [started(memory, 28)], pool)
+    memory.store.poison_free(memory)
+    [row] = swap_in(memory, swapped)
+
+    assert host.copy_sizes == [3 * PAGE_BYTES, 3 * PAGE_BYTES, PAGE_BYTES] * 2
+    assert keys(memory, row) == list(range(28))
+    pool.check()
+
+
+def test_swap_out_to_a_full_pool_raises_and_keeps_the_sequence():
+    memory = one_group()
+    pool, _ = pooled(memory, 3 * PAGE_BYTES)
+    row = started(memory, 13)
+
+    with pytest.raises(HostMemoryFull, match=r"512 B are to be swapped out, and 384 of 384 B.*r"):
+        swap_out(memory, [row], pool)
+    with pytest.raises(HostMemoryFull, match="0 of 0 B"):
+        swap_out(memory, [row], HostPool(0))
+
+    assert keys(memory, row) == list(range(13))
+    assert (pool.used_bytes, pool.peak_bytes) == (0, 0)
+    HostPool(0).check()
+    assert HostPool(1000).total_bytes == 960  # rounded down to page alignment
+
+
+def test_discarded_sequence_frees_its_bytes_once():
+    memory = one_group()
+    pool, _ = pooled(memory)
+    swapped = swap_out(memory, [started(memory, 10)], pool)
+
+    swapped.discard()
+
+    assert (pool.used_bytes, pool.peak_bytes) == (0, 3 * PAGE_BYTES)
+    with pytest.raises(InvariantError, match="is free already"):
+        swapped.discard()
+    for tokens in (4, 9):
+        swap_out(memory, [started(memory, tokens)], pool)
+    pool.clear()
+    assert (pool.used_bytes, pool.spaces) == (0, ())
+    pool.check()
