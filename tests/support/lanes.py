@@ -1,5 +1,7 @@
 """One layer's pages with random numbers, everything that is not live poisoned with NaN."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
@@ -230,3 +232,14 @@ class _PagedReader:
 
     def in_pages(self, plane):
         return self._scores[plane]
+
+
+@contextmanager
+def num_threads(count):
+    """Let torch and the C library compute in this number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

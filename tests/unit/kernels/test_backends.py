@@ -28,7 +28,7 @@ from quire.policies.windows import POOLINGS, column_sums
 from quire.scheduler.schedule_config import INVARIANT_ROWS
 from support.coded_lanes import coded_twin
 from support.interpreted import triton_backend
-from support.lanes import Lanes, ScoredLanes
+from support.lanes import Lanes, ScoredLanes, num_threads
 from support.pairwise import every_pair
 
 CPU = torch.device("cpu")
@@ -651,13 +651,9 @@ def assert_batch_invariant(backend, codec, tokens, *, heads, joined=False):
     pages = coded_twin(lanes, codec) if coded else lanes.pages
     lanes = lanes.in_codes(pages) if coded else lanes
     together = lanes.attend(backend, query, math)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
+    for count in (1, 3):
+        with num_threads(count):
             assert torch.equal(lanes.attend(backend, query, math), together)
-    finally:
-        torch.set_num_threads(threads)
     for row, new in enumerate(tokens):
         alone = Lanes(tokens[row : row + 1], slots[row : row + 1], 64, **shape)
         alone.table = lanes.table[row : row + 1]

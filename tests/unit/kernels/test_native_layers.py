@@ -3,7 +3,6 @@
 import ctypes
 import math
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -62,6 +61,7 @@ from quire.kernels.native.linear import (
     set_output,
 )
 from quire.kernels.native.recurrent import PagedState, RecurrentUpdates
+from support.lanes import num_threads
 from support.pairwise import every_pair
 
 LIBRARY = load_library()
@@ -90,16 +90,6 @@ def expected_product(products, x, weight):
 def decoded(rows):
     scales = rows.scales.repeat_interleave(GROUP_CODES, dim=1)[:, : rows.codes.shape[1]]
     return rows.codes.float() * scales
-
-
-@contextmanager
-def num_threads(count):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def error(found, expected):

@@ -77,13 +77,16 @@ def moves_of(planes, num_moves, seed):
     return MovedSlots(planes, (from_page, from_offset), (to_page, to_offset))
 
 
-@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+MOVING = BACKENDS | {name: one for name, one in TALLYING.items() if name == "triton"}
+
+
+@pytest.mark.parametrize("backend", MOVING.values(), ids=MOVING)
 @given(
     pages=st.integers(1, 5),
     heads=st.sampled_from([1, 3]),
     tokens=st.sampled_from([1, 3, 16]),
     dim=st.sampled_from([1, 5, 64]),
-    dtype=st.sampled_from([torch.float32, torch.int16, torch.uint8]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int16, torch.uint8]),
     share=st.floats(0, 1),
     seed=st.integers(0, 1000),
 )
@@ -118,14 +121,16 @@ def test_moves_in_several_threads(backend):
         assert torch.equal(by_slot, old_by_slot.roll(1, dims=0))
 
 
-@needs_native
-def test_unsupported_planes_fall_back_to_torch():
+@pytest.mark.parametrize("name", [name for name in MOVING if name in ("native", "triton")])
+def test_unsupported_planes_fall_back_to_torch(name):
     _, planes = planes_of(4, 2, 8, 6, torch.float32)
     strided = tuple(plane.transpose(1, 2).contiguous().transpose(1, 2) for plane in planes)
     moves = replace(moves_of(planes, 20, seed=1), planes=strided)
     expected = [plane.clone() for plane in strided]
     ReferenceAttention().move(replace(moves, planes=tuple(expected)))
-    BACKENDS["native"].move(moves)
+    gathered = GatheredAttention(CPU)
+    backend = triton_backend(gathered) if name == "triton" else BACKENDS[name]
+    backend.move(moves)
 
     assert all(map(torch.equal, strided, expected))
 

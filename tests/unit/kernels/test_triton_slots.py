@@ -2,7 +2,6 @@
 
 import logging
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.codecs.base import DTYPES
 from quire.kernels import page_copies
-from quire.kernels.backend import CosSin, MovedSlots, NewSlots, rotated_and_written
+from quire.kernels.backend import CosSin, NewSlots, rotated_and_written
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.page_copies import IN_TORCH, PageCopies, checked
 from quire.kernels.reference_backend import ReferenceAttention
@@ -151,52 +150,6 @@ def test_keys_that_do_not_fit_the_pages_are_refused(heads, head_dim):
     fresh, slots = torch.ones(3, heads, head_dim), (arena[:, 0], arena[:, 1], indices, indices)
     with pytest.raises(RuntimeError):
         triton_backend(GatheredAttention(CPU)).write(NewSlots(*slots), fresh, fresh)
-
-
-def planes_of(dtype):
-    """Keys, values and positions of pages, with other data at the end of each page."""
-    pages, heads, tokens, dim = 3, 2, 4, 5
-    arena = torch.arange(pages * 100).view(pages, 100).to(dtype)
-    size = heads * tokens * dim
-    key, value = (arena[:, at : at + size].unflatten(1, (heads, tokens, dim)) for at in (0, size))
-    return arena, (key, value, arena[:, 2 * size : 2 * size + tokens][:, None, :, None])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.uint8])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_all_slots_are_read_before_any_slot_is_written(dtype, seed):
-    """Targets are sources of other moves."""
-    generator = torch.Generator().manual_seed(seed)
-    ends = [divmod_slots(torch.randperm(12, generator=generator)[:9]) for _ in range(2)]
-    (arena, planes), (expected, expected_planes) = planes_of(dtype), planes_of(dtype)
-    REFERENCE.move(MovedSlots(expected_planes, *ends))
-    triton_backend().move(MovedSlots(planes, *ends))
-
-    assert torch.equal(arena, expected)
-    assert not torch.equal(arena, planes_of(dtype)[0])
-
-
-def divmod_slots(slots):
-    return slots // 4, slots % 4
-
-
-def test_no_moves():
-    arena, planes = planes_of(torch.float32)
-    none = torch.empty(0, dtype=torch.int64)
-    triton_backend().move(MovedSlots(planes, (none, none), (none, none)))
-
-    assert torch.equal(arena, planes_of(torch.float32)[0])
-
-
-def test_unsupported_planes_fall_back_to_torch():
-    _, planes = planes_of(torch.float32)
-    strided = tuple(plane.transpose(1, 2).contiguous().transpose(1, 2) for plane in planes)
-    moves = MovedSlots(strided, *(divmod_slots(torch.tensor(x)) for x in ([0, 5], [5, 7])))
-    expected = tuple(plane.clone() for plane in strided)
-    REFERENCE.move(replace(moves, planes=expected))
-    triton_backend(GatheredAttention(CPU)).move(moves)
-
-    assert all(map(torch.equal, strided, expected))
 
 
 @pytest.mark.parametrize(("page_bytes", "start"), [(64, 0), (20, 0), (6, 2), (5, 1), (4096, 8)])

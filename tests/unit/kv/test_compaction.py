@@ -10,9 +10,8 @@ from hypothesis.extra import numpy as hnp
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
-from quire.kv.memory import MemoryListener
 from quire.kv.prefix import PrefixIndex
-from quire.kv.sharing import fork, reference_pages, release_reference
+from quire.kv.sharing import fork
 from quire.kv.slot_moves import (
     SlotMoves,
     close_gaps,
@@ -129,9 +128,6 @@ def test_ordered_lanes_support_drop_pages_only():
     assert keys(memory, row, name="kv.sums")[:6] == expected[:6]
 
 
-# ---- all or nothing ------------------------------------------------------------------------------
-
-
 def test_plans_of_several_groups_are_committed_together_or_not_at_all():
     memory = memory_of(KV, MORE, total_bytes=9 * 192, max_rows=2)
     row = started(memory, 12)
@@ -166,49 +162,6 @@ def test_invalid_slot_map_is_rejected_before_any_write():
         commit_compaction(memory, broken)
 
     assert memory.store.arena.tobytes() == before
-    memory.check()
-
-
-# ---- cached pages --------------------------------------------------------------------------------
-
-
-class Cache(MemoryListener):
-    """Holds cached references and releases those whose pages only one row shares."""
-
-    def __init__(self, memory):
-        self.memory, self.cached_references, self.requested = memory, [], []
-        memory.listeners.subscribe(self)
-
-    def unpublish(self, page_class, pages):
-        self.requested.append(pages.tolist())
-        counts = self.memory.pools[page_class].ref_counts
-        before = counts[pages].copy()
-        for cached_reference in list(self.cached_references):
-            named = cached_reference.pages["kv"]
-            if np.isin(named, pages).any() and (counts[named] == 2).all():
-                self.cached_references.remove(cached_reference)
-                release_reference(self.memory, cached_reference)
-        return (before == 2) & (counts[pages] == 1)
-
-
-@pytest.mark.parametrize("kind", [Kind.FILL_HOLES, Kind.KEEP_ORDER])
-def test_pages_shared_with_the_cache_only_are_written_in_place(kind):
-    memory = memory_of()
-    row = row_of(memory, 12)
-    cache = Cache(memory)
-    cache.cached_references = [
-        reference_pages(memory, row, start, start + 4) for start in (0, 4, 8)
-    ]
-    copied = memory.store.copied_pages
-    pages = memory.tables["kv"].pages[row, :, 1].tolist()
-
-    plan = compact(memory, row, "oooooxoooxxo", kind)
-
-    assert plan.needed_pages == {KV.page_class: 0}
-    assert memory.store.copied_pages == copied
-    assert set(pages) <= set(cache.requested[0])
-    assert cache.cached_references[0].start == 0
-    assert sorted(keys(memory, row)) == [0, 1, 2, 3, 4, 6, 7, 8, 11]
     memory.check()
 
 

@@ -185,12 +185,18 @@ any_chunks = pytest.mark.parametrize(
 )
 
 
-@any_chunks
-def test_query_ring_holds_the_newest_queries_at_position_modulo_window(chunks, heads_apart):
-    kv, sequence, window = make_kv(OF_QUERIES, heads_apart=heads_apart), Sequence(TOKENS), 6
+def of_queries(chunks, heads_apart=False):
+    """A memory and a sequence that was computed in it, and its statistics of queries."""
+    kv, sequence = make_kv(OF_QUERIES, heads_apart=heads_apart), Sequence(TOKENS)
     row = start(kv, OF_QUERIES)
     run(kv, row, sequence, chunks)
-    found = statistics_of(kv, row)["query_ring.6"]
+    return kv, sequence, statistics_of(kv, row)
+
+
+@any_chunks
+def test_query_ring_holds_the_newest_queries_at_position_modulo_window(chunks, heads_apart):
+    kv, sequence, statistics = of_queries(chunks, heads_apart)
+    found, window = statistics["query_ring.6"], 6
 
     assert found.shape == (4, window, GROUP * HEAD_DIM + 1)
     for position in range(TOKENS - window, TOKENS):
@@ -205,10 +211,8 @@ def test_query_ring_holds_the_newest_queries_at_position_modulo_window(chunks, h
 
 @any_chunks
 def test_query_moments_are_those_of_all_pre_rope_queries(chunks, heads_apart):
-    kv, sequence, skip = make_kv(OF_QUERIES, heads_apart=heads_apart), Sequence(TOKENS), 3
-    row = start(kv, OF_QUERIES)
-    run(kv, row, sequence, chunks)
-    found = statistics_of(kv, row)["query_moments.3"][:, 0].reshape(4, GROUP, -1)
+    _, sequence, statistics = of_queries(chunks, heads_apart)
+    found, skip = statistics["query_moments.3"][:, 0].reshape(4, GROUP, -1), 3
 
     queries = sequence.raw[list(FULL_LAYERS), skip:].double()
     queries = queries.reshape(2, TOKENS - skip, NUM_KV_HEADS, GROUP, HEAD_DIM)
@@ -218,7 +222,7 @@ def test_query_moments_are_those_of_all_pre_rope_queries(chunks, heads_apart):
     tolerance = {"atol": 1e-4, "rtol": 1e-5}  # float32 error of rotation and its inverse
     torch.testing.assert_close(found[:, :, 1 : 1 + HEAD_DIM].double(), sums, **tolerance)
     torch.testing.assert_close(found[:, :, 1 + HEAD_DIM :].double(), products, **tolerance)
-    only_squares = statistics_of(kv, row)["query_moments.5.squares"][:, 0].reshape(4, GROUP, -1)
+    only_squares = statistics["query_moments.5.squares"][:, 0].reshape(4, GROUP, -1)
     later = queries[:, 5 - skip :].square().sum(1).reshape(4, GROUP, -1)
     assert only_squares[:, :, 0].unique().tolist() == [TOKENS - 5]
     torch.testing.assert_close(only_squares[:, :, 1 + HEAD_DIM :].double(), later, **tolerance)
@@ -226,10 +230,8 @@ def test_query_moments_are_those_of_all_pre_rope_queries(chunks, heads_apart):
 
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_residual_similarity_sums_the_cosines_of_all_tokens(chunks):
-    kv, sequence = make_kv(OF_QUERIES), Sequence(TOKENS)
-    row = start(kv, OF_QUERIES)
-    run(kv, row, sequence, chunks)
-    found = statistics_of(kv, row)["residual_similarity"]
+    _, sequence, statistics = of_queries(chunks)
+    found = statistics["residual_similarity"]
 
     sums = sequence.cosines[list(FULL_LAYERS)].sum(1).repeat_interleave(2)
     torch.testing.assert_close(found[:, 0, 0], sums, atol=1e-5, rtol=1e-5)

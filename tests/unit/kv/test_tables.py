@@ -112,29 +112,6 @@ def test_check_detects_a_page_without_slots():
         table.check()
 
 
-def test_truncation_into_a_dropped_page_continues_at_the_new_length():
-    memory = one_group()
-    row = started(memory, 12)
-    drop_pages(memory, row, [1])
-
-    memory.truncate(row, 6)
-    grow(memory, row, 3)
-
-    assert memory.tables["kv"].slot_positions(row, 0).tolist() == [0, 1, 2, 3, 6, 7, 8]
-
-
-def test_truncation_that_needs_a_freed_window_page_is_rejected():
-    memory = one_group(window=8)
-    row = started(memory, 16)
-    grow(memory, row, 1)  # position 16 sees positions from 9: pages 0 and 1 are freed
-
-    memory.truncate(row, 15)
-    with pytest.raises(ConfigError, match="dropped positions below 8 that a row of 14 needs"):
-        memory.truncate(row, 14)
-
-    assert memory.lengths[row] == 15
-
-
 def append_to_both(table, first_page):
     pages = np.array([first_page, first_page + 1], dtype=np.int32)
     table.append(np.array([0, 1]), np.ones((2, 1), dtype=np.int32), pages)

@@ -40,33 +40,20 @@ def bytes_by_name(layout):
     return {group.name: group.page_class.page_bytes for group in layout.groups}
 
 
-def test_page_holds_all_heads_of_a_layer_without_eviction():
-    layout = layout_of(None, None)
-
-    assert bytes_by_name(layout) == {"full": 2 * 2 * 16 * 32 * 2}
-    assert layout.groups[0].num_lanes == 2
-    assert layout.groups[0].ordered
-
-
-def test_only_evicting_layers_store_positions():
+def test_evicting_layers_store_positions_and_have_heads_apart():
+    """Without eviction a page holds all heads of a layer; pre-RoPE keys are those of all layers."""
+    [plain] = layout_of(None, None).groups
+    assert (plain.num_lanes, plain.ordered) == (2, True)
+    assert plain.page_class.page_bytes == 2 * 2 * 16 * 32 * 2
     layout = layout_of(None, 64, None, evicting=True)
-
     assert bytes_by_name(layout) == {"full": 4096 + 64, "window_64": 4096}
     assert [group.ordered for group in layout.groups] == [False, True]
-
-
-def test_pre_rope_keys_apply_to_all_layers_or_none():
-    layouts = [layout_of(None, 64, evicting=True, rotated=rotated) for rotated in (True, False)]
-
-    rotated = [[group.page_class.rotated for group in layout.groups] for layout in layouts]
-    assert rotated == [[True, True], [False, False]]
-    assert bytes_by_name(layouts[0]) == bytes_by_name(layouts[1])
-
-
-def test_heads_apart_applies_to_evicting_layers_only():
+    for rotated in (True, False):
+        groups = layout_of(None, 64, None, evicting=True, rotated=rotated).groups
+        assert [group.page_class.rotated for group in groups] == [rotated] * 2
+        assert [group.page_class.page_bytes for group in groups] == [4096 + 64, 4096]
     layout = layout_of(None, 64, None, evicting=True, heads_apart=True)
     full, window = layout.groups
-
     assert bytes_by_name(layout) == {"full": 2048 + 64, "window_64": 4096}
     assert (full.num_lanes, full.lanes_per_layer, full.page_class.heads) == (4, 2, 1)
     assert (window.num_lanes, window.page_class.heads) == (1, 2)

@@ -107,33 +107,20 @@ def assert_counts(policy, view, retained, keep):
 
 
 @every_rule
-def test_rule_retains_exactly_the_requested_number(name):
+def test_rule_retains_exactly_the_requested_number_and_protected_slots(name):
     policy, view = rule_and_view(name)
 
-    for keep in keep_counts(policy, view):
+    different = num_slots(view) - torch.arange(4) * 3
+    if policy.scope == LAYER:
+        different = view.by_layer(different).amin(dim=1, keepdim=True).expand(-1, 2).flatten()
+    for keep in (*keep_counts(policy, view), different):
         retained = policy.select(view, keep)
         assert_counts(policy, view, retained, keep)
         assert not (retained & ~view.live).any()
-
-
-@every_rule
-def test_rule_retains_a_different_number_per_lane(name):
-    policy, view = rule_and_view(name)
-    keep = num_slots(view) - torch.arange(4) * 3
-    if policy.scope == LAYER:
-        keep = view.by_layer(keep).amin(dim=1, keepdim=True).expand(-1, 2).flatten()
-
-    assert_counts(policy, view, policy.select(view, keep), keep)
-
-
-@rules_that(lambda policy: isinstance(policy, ScorePolicy))
-def test_protected_slots_are_retained_and_fewer_than_keep(name):
-    policy, view = rule_and_view(name)
-
-    for keep in keep_counts(policy, view):
-        protected = policy.protected(view, keep)
-        assert not (protected & ~policy.select(view, keep)).any()
-        assert (protected.sum(dim=1) < keep).all()
+        if isinstance(policy, ScorePolicy) and keep is not different:
+            protected = policy.protected(view, keep)
+            assert not (protected & ~retained).any()
+            assert (protected.sum(dim=1) < keep).all()
 
 
 @rules_that(lambda policy: isinstance(policy, ScorePolicy))
