@@ -35,6 +35,7 @@ from support.statistics_rows import started as row_of
 
 KV = LaneGroup(name="kv", page_class=plain_class(), layers=(0,))
 SUMS_CLASS = plain_class(tokens=8, head_dim=32, value=False)
+MORE_SUMS = LaneGroup(name="more sums", page_class=SUMS_CLASS, layers=(0,), private=True)
 SUMS = LaneGroup(name="sums", page_class=SUMS_CLASS, layers=(0,), private=True)
 
 
@@ -350,3 +351,114 @@ def test_check_detects_wrong_record_counts(name, change, message):
 
     with pytest.raises(InvariantError, match=message):
         memory.check()
+
+
+def test_pages_for_all_statistics_are_checked_before_a_start_from_references():
+    memory = with_groups(KV, SUMS, MORE_SUMS, total_bytes=6 * 1024)
+    row = started(memory, 32)
+    cached_reference = reference_pages(memory, row, 0, 32)
+    memory.release([row])
+    blocker = memory.pools[SUMS_CLASS].allocate(6)
+    free_pages = memory.free_bytes // SUMS_CLASS.page_bytes
+    assert 4 <= free_pages < 8  # one group would fit
+
+    with pytest.raises(OutOfPages, match="statistics"):
+        start_from_references(memory, [cached_reference])
+
+    assert memory.num_free_rows == 4
+    memory.pools[SUMS_CLASS].release(blocker)
+    memory.check()
+
+
+@pytest.mark.parametrize("tokens", [0, 3, 12, -4])
+def test_cached_reference_must_be_whole_pages_of_the_sequence(tokens):
+    memory = one_group()
+    row = started(memory, 10)
+
+    with pytest.raises(ConfigError, match="whole pages of 4 tokens up to 10"):
+        reference_pages(memory, row, 0, tokens)
+
+    assert memory.cached_references == {}
+
+
+def test_lane_with_dropped_or_freed_pages_cannot_be_referenced():
+    dropped, window = one_group(), one_group(window=4)
+    drop_pages(dropped, started(dropped, 12), [1])
+    grow(window, started(window, 12), 1)
+    for memory in (dropped, window):
+        with pytest.raises(ConfigError, match="no longer holds every token"):
+            reference_pages(memory, 0, 0, 4)
+
+
+def test_fork_without_pages_for_its_statistics_changes_nothing():
+    memory = with_groups(KV, SUMS, total_bytes=4 * 1024)
+    row = started(memory, 40)  # 10 pages of 128 B, 5 of 512 B
+    assert memory.arena.num_free_slabs * memory.arena.slab_bytes < 5 * 512
+
+    with pytest.raises(OutOfPages, match="statistics"):
+        fork(memory, row)
+
+    assert memory.live_rows.tolist() == [row]
+    memory.check()
+
+
+def test_swap_in_without_free_pages_changes_nothing():
+    memory = one_group(total_bytes=4 * 128)
+    swapped = swap_out(memory, [started(memory, 10)])
+    blocker = started(memory, 8)
+
+    with pytest.raises(OutOfPages, match="3 pages needed"):
+        swap_in(memory, swapped)
+    assert memory.live_rows.tolist() == [blocker]
+    memory.release([blocker])
+    [row] = swap_in(memory, swapped)
+
+    assert keys(memory, row) == list(range(10))
+
+
+def test_swap_in_without_a_free_row_raises():
+    memory = one_group(max_rows=1)
+    swapped = swap_out(memory, [started(memory, 10)])
+    started(memory, 1)
+
+    with pytest.raises(OutOfPages, match="0 rows are free, 1 needed"):
+        swap_in(memory, swapped)
+
+    assert used_pages(memory) == 1
+
+
+def test_shared_pages_are_swapped_once_and_shared_again():
+    """10 tokens are 3 pages; two forks each copy the last page: 2 shared and 3 private pages."""
+    memory = one_group()
+    row = started(memory, 10)
+    family = [row, fork(memory, row), fork(memory, row)]
+    for member in family[1:]:
+        grow(memory, member, 1)
+    assert used_pages(memory) == 5
+
+    swapped = swap_out(memory, family)
+    assert (used_pages(memory), swapped.num_bytes) == (0, 5 * 128)
+    memory.store.poison_free(memory)
+    family = swap_in(memory, swapped)
+
+    assert used_pages(memory) == 5
+    assert [keys(memory, member)[:10] for member in family] == [list(range(10))] * 3
+    assert memory.lengths[family].tolist() == [10, 11, 11]
+    grow(memory, family[1], 5)  # the memory still copies a shared page before it is written
+    memory.check()
+
+
+def test_swap_out_keeps_shared_pages_for_other_rows():
+    memory = one_group()
+    row = started(memory, 10)
+    child = fork(memory, row)
+
+    swapped = swap_out(memory, [row])
+    assert used_pages(memory) == 3
+    grow(memory, child, 2)
+    write_lane(memory, child, 0)
+    [row] = swap_in(memory, swapped)
+
+    assert keys(memory, row) == list(range(10))
+    assert used_pages(memory) == 6
+    memory.check()

@@ -164,3 +164,26 @@ def test_tokens_have_their_row_and_their_offset_in_its_chunk():
 def test_batch_is_reused_for_equal_rows_and_tokens_only(rows, tokens, is_reused):
     flat = batch([7, 2], [1, 1])
     assert flat.is_for(np.array(rows), np.array(tokens, dtype=np.int32)) == is_reused
+
+
+def test_truncation_into_a_dropped_page_continues_at_the_new_length():
+    memory = one_group()
+    row = started(memory, 12)
+    drop_pages(memory, row, [1])
+
+    memory.truncate(row, 6)
+    grow(memory, row, 3)
+
+    assert memory.tables["kv"].slot_positions(row, 0).tolist() == [0, 1, 2, 3, 6, 7, 8]
+
+
+def test_truncation_that_needs_a_freed_window_page_is_rejected():
+    memory = one_group(window=8)
+    row = started(memory, 16)
+    grow(memory, row, 1)  # position 16 sees positions from 9: pages 0 and 1 are freed
+
+    memory.truncate(row, 15)
+    with pytest.raises(ConfigError, match="dropped positions below 8 that a row of 14 needs"):
+        memory.truncate(row, 14)
+
+    assert memory.lengths[row] == 15

@@ -20,21 +20,14 @@ from support.model_specs import small_spec
 @pytest.mark.parametrize(
     ("text", "vector_bytes"),
     [
-        ("float32", 128 * 4),
-        ("bfloat16", 128 * 2),
-        ("int8", 128 + 2),
-        ("fp8", 128 + 2),
-        ("int8_channel", 128),
-        ("int4", 64 + 2 * (2 + 2)),
-        ("int4:group=32", 64 + 4 * (2 + 2)),
-        ("int3:group=128", 48 + (2 + 2)),
-        ("int2:group=16", 32 + 8 * (2 + 2)),
+        *(("float32", 128 * 4), ("bfloat16", 128 * 2), ("int8_channel", 128)),
+        *(("int8", 128 + 2), ("fp8", 128 + 2)),
+        *(("int4", 64 + 2 * (2 + 2)), ("int4:group=32", 64 + 4 * (2 + 2))),
+        *(("int3:group=128", 48 + (2 + 2)), ("int2:group=16", 32 + 8 * (2 + 2))),
         ("int4_outliers", 64 + 2 * (2 + 2) + 2 * (1 + 2)),
         ("int4_outliers:percent=3", 64 + 2 * (2 + 2) + 4 * (1 + 2)),
-        ("int4_hadamard", 64 + 2 * (2 + 2)),
-        ("int4_page", 64 + 128 * (2 + 2) / 32),
-        ("int2_page", 32 + 128 * (2 + 2) / 32),
-        ("kvquant3", 48 + 2 * (1 + 2)),
+        *(("int4_hadamard", 64 + 2 * (2 + 2)), ("kvquant3", 48 + 2 * (1 + 2))),
+        *(("int4_page", 64 + 128 * (2 + 2) / 32), ("int2_page", 32 + 128 * (2 + 2) / 32)),
     ],
 )
 def test_bytes_of_a_vector_of_128_elements(text, vector_bytes):
@@ -141,13 +134,9 @@ def test_format_has_codecs_and_full_precision_options():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("none", "float16"),
-        ("none/none", "float16"),
-        ("int8", "int8"),
-        ("int8/none", "int8/float16"),
-        ("int4+sinks=2", "int4+sinks=2+plain=float16"),
-        ("kivi4", "kivi4+plain=float16"),
-        ("int4+residual=0", "int4+residual=0"),
+        *(("none", "float16"), ("none/none", "float16"), ("int8", "int8")),
+        *(("int8/none", "int8/float16"), ("int4+residual=0", "int4+residual=0")),
+        *(("int4+sinks=2", "int4+sinks=2+plain=float16"), ("kivi4", "kivi4+plain=float16")),
         ("int4+sinks=2+plain=float32", "int4+sinks=2+plain=float32"),
     ],
 )
@@ -158,12 +147,9 @@ def test_fill_plain_makes_the_plain_type_explicit(text, expected):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("none", "float16"),
-        ("float16", "float16"),
-        ("int8", "float16/int8"),
-        ("none/int8", "float16/int8"),
+        *(("none", "float16"), ("float16", "float16"), ("int8/none", "int8/float16")),
+        *(("int8", "float16/int8"), ("none/int8", "float16/int8")),
         ("int8/int8", "int8/int8+plain=float16"),  # index keys have this type
-        ("int8/none", "int8/float16"),
         ("int4:group=8+residual=9", "float16/int4:group=8+residual=9+plain=float16"),
         ("kivi4", "kivi4+plain=float16"),
     ],
@@ -178,12 +164,8 @@ def test_one_codec_applies_to_latents_only(text, expected):
 @pytest.mark.parametrize(
     ("text", "page_tokens", "recent"),
     [
-        ("int4+sinks=3", 16, 0),
-        ("int4+residual=9", 16, 9),
-        ("kivi4", 32, 31),
-        ("kivi4", 1, 0),
-        ("kivi4+residual=128", 32, 128),
-        ("int8/int4_page+residual=3", 8, 7),
+        *(("int4+sinks=3", 16, 0), ("int4+residual=9", 16, 9), ("kivi4", 32, 31), ("kivi4", 1, 0)),
+        *(("kivi4+residual=128", 32, 128), ("int8/int4_page+residual=3", 8, 7)),
     ],
 )
 def test_number_of_newest_tokens_in_full_precision(text, page_tokens, recent):
