@@ -215,7 +215,6 @@ async def test_lower_priority_values_run_first(llm):
     requests = [GenerationRequest([3], engines.greedy(2), priority=n) for n in (2, 0, 1)]
     outputs = await llm.submit(requests)
     last, first, second = outputs.request_ids
-
     assert [d.request_id async for d in outputs if d.finish_reason] == [first, second, last]
 
 

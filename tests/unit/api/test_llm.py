@@ -307,7 +307,6 @@ def construct(cls, *args, **kwargs):
 def test_constructors_name_the_parameter_of_wrong_type(cls, args, kwargs, message):
     with pytest.raises(ConfigError) as raised:
         construct(cls, *args, **kwargs)
-
     assert str(raised.value).split(",")[0] == message
 
 
@@ -316,7 +315,6 @@ def test_prompts_are_charged_to_the_given_tenant_and_salt(llm):
     for tenant, salt, cached in (("a", "", 0), ("b", "", 0), ("a", "x", 0), ("a", "", 8)):
         [output] = llm.generate([prompt], GREEDY, tenant=tenant, cache_salt=salt)
         assert output.usage.cached_tokens == cached
-
     assert [stats.tenant for stats in llm.stats().served] == ["a", "b"]
 
 
@@ -444,7 +442,6 @@ def chatting():
 )
 def test_chat_generates_from_the_prompts_of_the_template(chatting, messages, options, prompts):
     outputs = chatting.chat(messages, GREEDY, **options)
-
     encoded = [list(output.prompt_token_ids) for output in outputs]
     assert [chatting.model.tokenizer.decode(one) for one in encoded] == prompts
     expected = chatting.generate(encoded, GREEDY)
@@ -463,7 +460,6 @@ def test_chat_generates_from_the_prompts_of_the_template(chatting, messages, opt
 def test_invalid_conversations_are_refused_before_any_request_runs(chatting, messages, message):
     with pytest.raises(RequestError, match=message):
         inspect.unwrap(LLM.chat)(chatting, messages, GREEDY)
-
     assert not chatting.engine.has_work
 
 
@@ -488,9 +484,7 @@ def test_outputs_have_the_metadata_of_their_request(llm):
     given = dict(METADATA)
     requests = [GenerationRequest([3, 4, 5], GREEDY, metadata=one) for one in (given, None)]
     given["user"] = "another"  # metadata is copied
-
     found = [output.request for output in llm.generate(requests)]
-
     assert [request.metadata for request in found] == [METADATA, None]
 
 
@@ -509,9 +503,6 @@ def test_invalid_metadata_is_refused(given, message):
         GenerationRequest([3], metadata=given)
 
     assert refused.value.param == "metadata"
-
-
-def test_request_options_are_validated_on_construction():
     with pytest.raises(RequestError, match="expected priority to be a whole number, got 'high'"):
         GenerationRequest([3], priority="high")
     for sampling in ({"max_tokens": 3}, "greedy"):

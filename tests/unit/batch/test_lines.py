@@ -108,7 +108,6 @@ def test_prefix_is_prepended_to_text_prompts_and_a_prompt_key_expects_data_rows(
 )
 def test_fields_with_neutral_values_are_accepted(member):
     body = COMPLETION["body"] | member
-
     assert parse(COMPLETION | {"body": body}).sampling == {"max_tokens": 3}
 
 
@@ -121,7 +120,6 @@ def test_fields_with_neutral_values_are_accepted(member):
 )
 def test_fields_that_set_a_structure_are_sampling_options(member):
     body = COMPLETION["body"] | member
-
     expected = {"max_tokens": 3, "structured_outputs": StructuredOutputs(json_object=True)}
     assert parse(COMPLETION | {"body": body}).sampling == expected
 
@@ -137,14 +135,12 @@ def test_fields_that_set_a_structure_are_sampling_options(member):
 )
 def test_unsupported_fields_are_refused_by_name(member):
     error = refusal(COMPLETION | {"body": COMPLETION["body"] | member})
-
     assert next(iter(member)) in str(error)
     assert (error.head.number, error.head.name) == (3, "a")
 
 
 def test_max_completion_tokens_overrides_max_tokens():
     both = {"max_tokens": 5, "max_completion_tokens": 7}
-
     for body in (both, dict(reversed(both.items()))):
         assert parse({"prompt": "Hi", **body}).sampling == {"max_tokens": 7}
 
@@ -177,7 +173,6 @@ def test_invalid_request_is_refused_with_its_line_number(value):
 @pytest.mark.parametrize("value", [{}, {"prompt": "x"}, {"method": "POST", "id": "a"}])
 def test_custom_id_without_a_body_is_told_where_it_belongs(value):
     error = refusal({"custom_id": "c"} | value)
-
     assert "custom_id belongs to a line with url and body, whose body is missing" in str(error)
     assert str(error).endswith("add them, or name a line of a prompt with id")
     assert error.head.name == value.get("id")
@@ -201,7 +196,6 @@ names = st.sampled_from(
 @given(value=st.dictionaries(names, json_values))
 def test_any_json_object_parses_or_is_refused(value: dict):
     found = outcome(json.dumps(value).encode(), 3)
-
     assert found.head.number == 3
     if isinstance(found, BatchLine):
         assert (found.prompt is None) != (found.messages is None)
@@ -272,6 +266,5 @@ def test_do_sample_false_is_temperature_0(members, expected):
 )
 def test_line_without_a_prompt_names_the_unknown_field(line, expected):
     message = str(refusal(line))
-
     assert expected in message
     assert ("unknown field" in message) == ("unknown field" in expected)

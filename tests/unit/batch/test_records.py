@@ -38,7 +38,6 @@ def line(kind: str = "plain", name: str | None = "a") -> BatchLine:
 
 def test_plain_output_record():
     record = output_record(line(), output(), model="m")
-
     named = {"id": "a", "line": 7, "text": "Hello", "finish_reason": "stop", "error": None}
     assert json.loads(json.dumps(record)) == named | {"usage": COUNTS}
     assert output_record(line(name=None), output(), model="m")["id"] == "line-7"
@@ -58,7 +57,6 @@ def test_completion_record_parses_with_the_openai_client():
 
 def test_chat_record_parses_with_the_openai_client():
     record = output_record(line("chat"), output(finish_reason="length"), model="m")
-
     body = ChatCompletion.model_validate(record["response"]["body"], strict=True)
     assert body.choices[0].message.content == "Hello"
     assert body.choices[0].finish_reason == "length"

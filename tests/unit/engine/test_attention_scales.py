@@ -36,7 +36,6 @@ RULES = {
 )
 def test_scales_are_those_of_the_calls_of_each_layer(name, scales):
     model = load(name, times=2)
-
     assert [math.scale for math in attention_math(model.decoder)] == pytest.approx(scales)
 
 
@@ -80,7 +79,6 @@ def options(rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_engine_retains_the_tokens_that_the_model_attends_to(name, rule):
     engine = Engine(load(name, times=2), kv_config(**options(rule)))
-
     assert kept_by_engine(engine, rule) == attended_most(name, rule)
 
 
@@ -103,5 +101,4 @@ def test_cache_retains_the_tokens_that_the_model_attends_to(name, rule):
     with QuireCache(model, RULES[rule], CAP, when="prefill_end") as cache:
         model(torch.tensor([PROMPT]), past_key_values=cache)
         kept = [cache.retained_positions(0, layer) for layer in range(LAYERS)]
-
     assert kept == attended_most(name, rule)

@@ -34,16 +34,13 @@ def test_stored_event_has_hashes_parent_tokens_and_medium():
     assert batches == [{"ts": 12.5, "events": [event]}]
 
 
-def three_batches():
+def test_serialized_batches_are_arrays_in_the_order_of_vllm():
     events, batches = recorded()
     events.cleared()
     events.stored([SECOND], FIRST, [3, 4], 2)
     events.removed([SECOND])
-    return [as_arrays(batch) for batch in batches]
 
-
-def test_serialized_batches_are_arrays_in_the_order_of_vllm():
-    assert three_batches() == [
+    assert [as_arrays(batch) for batch in batches] == [
         [12.5, [["AllBlocksCleared"]]],
         [12.5, [["BlockStored", [SECOND], FIRST, [3, 4], 2, None, "CPU", None]]],
         [12.5, [["BlockRemoved", [SECOND], "CPU"]]],
@@ -77,7 +74,6 @@ def test_broadcast_reaches_every_listener_and_removes_one_that_raises(caplog):
 def test_missing_package_error_names_the_extra_that_installs_it(module, monkeypatch):
     monkeypatch.setitem(sys.modules, "zmq", sys)  # any module: it is not used yet
     monkeypatch.setitem(sys.modules, module, None)
-
     with pytest.raises(ConfigError, match=rf"needs .*{module}.*quire-llm\[events\]"):
         BlockPublisher("tcp://127.0.0.1:0")
 
@@ -118,44 +114,6 @@ def test_subscriber_receives_topic_number_and_message_pack(zmq, tmp_path):
     assert int.from_bytes(number, "big") == first + len(frames)
     event = ["BlockStored", [FIRST], None, [7, 8], 2, None, "GPU", None]
     assert msgpack.unpackb(payload) == [1.0, [event]]
-
-
-def test_decoder_with_the_types_of_vllm_reads_the_batches(zmq):
-    msgspec = pytest.importorskip("msgspec", reason="msgspec is not installed")
-    import msgpack
-
-    class KVCacheEvent(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
-        pass
-
-    class BlockStored(KVCacheEvent):
-        block_hashes: list[bytes | int]
-        parent_block_hash: bytes | int | None
-        token_ids: list[int]
-        block_size: int
-        lora_id: int | None
-        medium: str | None
-
-    class BlockRemoved(KVCacheEvent):
-        block_hashes: list[bytes | int]
-        medium: str | None
-
-    class AllBlocksCleared(KVCacheEvent):
-        pass
-
-    class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-        ts: float
-        events: list[BlockStored | BlockRemoved | AllBlocksCleared]
-        data_parallel_rank: int | None = None
-
-    decode = msgspec.msgpack.Decoder(EventBatch).decode
-
-    decoded = [decode(msgpack.packb(batch)).events[0] for batch in three_batches()]
-
-    assert decoded == [
-        AllBlocksCleared(),
-        BlockStored([SECOND], FIRST, [3, 4], 2, None, "CPU"),
-        BlockRemoved([SECOND], "CPU"),
-    ]
 
 
 PAGE_TOKENS = 4

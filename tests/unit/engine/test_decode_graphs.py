@@ -91,9 +91,7 @@ def compare(model, capture, prompts, *, options=None, **kv):
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt_oss", "gpt2"])
 def test_batches_that_grow_and_shrink_give_equal_tokens(architecture):
     model = engines.load(architecture, impl="transformers")
-
     stats, _ = compare(model, TapedCalls(), make_prompts(12, 20, seed=1))
-
     assert stats.replayed > 20
     assert stats.not_replayed > 3
     assert 3 <= stats.captures < stats.replayed
@@ -101,16 +99,13 @@ def test_batches_that_grow_and_shrink_give_equal_tokens(architecture):
 
 def test_the_native_decoder_gives_equal_tokens():
     model = load_model("quire-tiny", verify=False)
-
     stats, _ = compare(model, RepeatedCalls(), [[20 + n, 21, 22] for n in range(12)])
-
     assert stats.replayed > 20
 
 
 @pytest.mark.parametrize("evict", ["recent:cap=12", "sinks:cap=12,sinks=2", "random:cap=12"])
 def test_evictions_that_move_slots_give_equal_tokens(model, evict):
     stats, engine = compare(model, TapedCalls(), make_prompts(12, 20, seed=2), evict=evict)
-
     assert engine.stats().num_evictions > 20
     assert stats.replayed > 20
 
@@ -118,7 +113,6 @@ def test_evictions_that_move_slots_give_equal_tokens(model, evict):
 @pytest.mark.parametrize("codec", ["int8", "int4:group=8", "fp8"])
 def test_coded_pages_give_equal_tokens(model, codec):
     stats, _ = compare(model, TapedCalls(), make_prompts(12, 20, seed=3), codec=codec)
-
     assert stats.replayed > 20
 
 
@@ -127,9 +121,7 @@ def test_coded_pages_give_equal_tokens(model, codec):
 )
 def test_preempted_requests_and_samples_of_shared_pages_give_equal_tokens(model, kv, options):
     prompts = make_prompts(12 if kv else 6, 20, seed=4 + bool(options))
-
     stats, engine = compare(model, TapedCalls(), prompts, options=options, **kv)
-
     assert bool(engine.stats().num_preemptions) == bool(kv)
     assert stats.replayed > 20
 
@@ -162,7 +154,6 @@ STATISTICS = [  # sums, a maximum over heads, several at once, stored queries, a
 def test_attention_statistics_are_recorded_in_graphs(model, evict):
     """A tape's capture runs the step once, as the calls before a capture do: it must not count."""
     stats, engine = compare(model, TapedCalls(), make_prompts(12, 20, seed=6), evict=evict)
-
     assert engine.stats().num_evictions > 20
     assert stats.replayed > 15
 
@@ -247,7 +238,6 @@ def test_tensors_of_a_captured_call_live_as_long_as_its_graph(model):
 def test_full_and_padded_batches_share_a_graph(model):
     engine = engine_of(model, TapedCalls())
     finish(engine, 6, 12, 12, 12)
-
     assert engine.stats().graphs.replayed > 8
     assert engine.stats().graphs.captures == 1
 

@@ -174,7 +174,6 @@ def operations_of_an_eviction(rule, rows, monkeypatch):
 @pytest.mark.parametrize("name", RULES)
 def test_operations_of_an_eviction_do_not_grow_with_the_rows(name, monkeypatch):
     counts = {operations_of_an_eviction(RULES[name], rows, monkeypatch) for rows in (1, 64)}
-
     assert len(counts) == 1, counts
 
 
@@ -247,7 +246,6 @@ def test_evictions_of_any_number_of_rows_take_few_launches(form, rows, name, mon
     if form not in SELECTORS:
         pytest.skip("no interpreter of Triton")
     counts = [launches_of_an_eviction(form, RULES[name], number, monkeypatch) for number in rows]
-
     assert counts[0] == counts[1] <= MAX_LAUNCHES
 
 
@@ -286,21 +284,11 @@ def test_decode_step_with_static_inputs_waits_once():
     reads = Reads()
     engine = decoding_engine("llama", reads, [OPTIONS["greedy"]] * 3)
     graphs = use_graphs(engine, 8, DEVICE)
-
     check_waits(engine, reads)
-
     assert graphs.stats.replayed == 6
 
 
-def test_blocking_copies_are_recorded():
-    with recorded_waits() as waits:
-        torch.from_numpy(np.zeros(4)).to(DEVICE)
-        torch.zeros(4, device=DEVICE).copy_(torch.zeros(4))
-
-    assert waits == ["aten._to_copy.default between devices", "aten.copy_.default between devices"]
-
-
-def test_reads_are_recorded_and_fail():
+def test_reads_and_blocking_copies_are_recorded():
     numbers = torch.zeros(4, device=DEVICE)
 
     with recorded_waits() as waits:
@@ -312,3 +300,7 @@ def test_reads_are_recorded_and_fail():
 
     scalar = "aten._local_scalar_dense.default"
     assert waits == ["aten.nonzero.default", scalar, scalar]
+    with recorded_waits() as waits:
+        torch.from_numpy(np.zeros(4)).to(DEVICE)
+        torch.zeros(4, device=DEVICE).copy_(torch.zeros(4))
+    assert waits == ["aten._to_copy.default between devices", "aten.copy_.default between devices"]

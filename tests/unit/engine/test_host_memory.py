@@ -67,7 +67,6 @@ def measure(program, *arguments):
 @pytest.mark.parametrize("thread", ["main", "thread"])
 def test_steps_cause_few_page_faults_and_the_heap_does_not_grow(thread):
     measured = measure(STEPS, "keep", thread)
-
     assert measured["faults"] < 1_000
     assert measured["growth_bytes"] < 1 << 20
 
@@ -77,7 +76,6 @@ def test_steps_cause_few_page_faults_and_the_heap_does_not_grow(thread):
 def test_without_the_setting_large_blocks_cause_page_faults_in_every_step():
     """The control of the test above: page faults are measurable."""
     large = STEPS.replace("24 << 20", "80 << 20")
-
     assert measure(large, "return", "main")["faults"] > 100_000
     assert measure(large, "keep", "main")["faults"] < 1_000
 
@@ -86,9 +84,7 @@ def test_without_the_setting_large_blocks_cause_page_faults_in_every_step():
 def test_engine_on_cpu_sets_malloc_options_by_default(monkeypatch, return_memory):
     calls = []
     monkeypatch.setattr(quire.engine.core, "keep_freed_memory", lambda: calls.append(1))
-
     Engine(engines.load("llama"), KVConfig(memory="1MiB"), return_memory=return_memory)
-
     assert len(calls) == (0 if return_memory else 1)
 
 

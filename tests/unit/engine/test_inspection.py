@@ -139,7 +139,6 @@ def test_map_with_fewer_cells_shows_every_nth_page_and_exact_totals():
 )
 def test_states_add_up_to_the_pages_in_use(page_class, expected):
     body = owners_of([0, 2, 2, 3], [0, 0, EVICTED, 0], page_class).encode()
-
     pages = {name: size // page_class.page_bytes for name, size in body["states"].items()}
     assert pages | expected == pages
     assert sum(pages[name] for name in ("exact", "evicted", "quantized")) == 3

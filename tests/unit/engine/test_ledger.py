@@ -72,7 +72,6 @@ class LedgerOfRows:
 
 def test_all_bytes_are_free_without_requests():
     found = LedgerOfRows().snapshot()
-
     others = dict.fromkeys(("requests", "prefix_cache", "in_flight_loads", "slab_borders"), 0)
     assert found["axes"]["owner"] == others | {"free": found["total_bytes"]}
     assert found["requests"] == found["tenants"] == found["prefix_cache"] == []
@@ -110,7 +109,7 @@ def test_forks_split_shared_pages_equally_and_own_their_private_pages():
 
 def test_request_with_evicted_tokens_is_approximate():
     rows = LedgerOfRows()
-    whole, pruned = rows.request(10), rows.request(10)
+    whole, pruned = rows.request(10), rows.request(20)
     rows.evict(pruned, 3)
 
     found = rows.snapshot()

@@ -93,7 +93,6 @@ def test_unused_missing_or_impossible_swap_space_is_rejected(model, host, schedu
 @pytest.mark.parametrize("schedule", [{"scale_down_at": 0.8}, {"batcher": "baton_pd:hold=host"}])
 def test_swap_space_is_accepted_for_scale_down_or_hold_on_host_without_swaps(model, schedule):
     config = KVConfig(memory="1MiB", swap_space="1MiB")
-
     assert build_pool(model, config, ScheduleConfig(preempt="recompute", **schedule)).host
 
 
@@ -140,7 +139,6 @@ def test_default_swap_space(model, monkeypatch, free_bytes, schedule, swap_bytes
 def test_default_swap_space_that_cannot_be_pinned_is_left_out(model, monkeypatch):
     refuse = Mock(side_effect=ConfigError("the system cannot pin"))
     monkeypatch.setattr("quire.offload.host_side.host_copies", refuse)
-
     assert build_pool(model, KVConfig(memory="1MiB"), ScheduleConfig()).host is None
     with pytest.raises(ConfigError, match="cannot pin"):
         build_pool(model, KVConfig(memory="1MiB", swap_space="1MiB"), ScheduleConfig())
@@ -163,7 +161,6 @@ def test_full_arena_uses_at_max_its_size(total_bytes):
     store = PageStore(total_bytes, torch.device("cpu"))
     before = resident_bytes()
     store.arena.fill_(1)
-
     assert store.arena.numel() == total_bytes
     assert resident_bytes() - before <= total_bytes + MIB // 4
 
@@ -246,7 +243,6 @@ def test_activations_on_a_device_include_the_scratch_memory_of_sampling(monkeypa
 
 def test_scratch_memory_of_sampling_is_bounded_by_its_blocks():
     few, many = (sampling_scratch_bytes(rows, 128_256) for rows in (2, 1_000))
-
     assert few == 2 * 128_256 * SCRATCH_BYTES_OF_TOKEN
     assert SCRATCH_BYTES - 128_256 * SCRATCH_BYTES_OF_TOKEN < many <= SCRATCH_BYTES
     one_row = SCRATCH_BYTES * SCRATCH_BYTES_OF_TOKEN

@@ -99,7 +99,6 @@ def compare(
 )
 def test_tokens_of_two_ranks_equal_those_of_one(architecture: str) -> None:
     alone, leader = compare(architecture)
-
     whole, part = alone.pool.kv.memory.layout, leader.pool.kv.memory.layout
     for one, other in zip(whole.groups, part.groups, strict=True):
         halves = 1 if one.page_class.joined else 2  # each rank stores the latents of all heads
@@ -118,7 +117,6 @@ def test_tokens_of_two_ranks_equal_those_of_one(architecture: str) -> None:
 def test_ranks_retain_what_one_rank_retains(architecture: str, evict: str) -> None:
     ranks = 4 if (architecture, evict) == ("llama_mha", H2O) else 2
     alone, leader = compare(architecture, ranks=ranks, evict=evict)
-
     assert alone.stats().num_evictions > 0
     assert leader.stats().num_evictions == alone.stats().num_evictions
     assert leader.stats().evicted_tokens == alone.stats().evicted_tokens
@@ -126,11 +124,9 @@ def test_ranks_retain_what_one_rank_retains(architecture: str, evict: str) -> No
 
 def test_ranks_evict_the_same_under_pressure() -> None:
     kv = kv_config(memory=40 << 10, page_tokens=4, evict=f"{H2O},when=pressure")
-
     with rank_engines("llama_mha", kv, SCHEDULE) as engines:
         outputs(engines[0], prompts())
     require_equal_tables(engines)
-
     assert engines[0].stats().num_evictions > 0
 
 
@@ -158,7 +154,6 @@ def test_ranks_preempt_the_same_requests(evict: str, preempt: str) -> None:
 @pytest.mark.parametrize("evict", ["full", H2O, "knorm:cap=24,every=8", CRUSH])
 def test_ranks_share_prefixes(evict: str) -> None:
     alone, leader = compare("qwen2", shared=20, evict=evict)
-
     assert leader.stats().cached_tokens > 0
     assert leader.stats().cached_tokens == alone.stats().cached_tokens
 

@@ -72,13 +72,10 @@ def test_generate_passes_the_cache_by_the_name_of_its_version(model) -> None:
     assert columns == tokens.shape[1] - 1
 
 
-def test_second_cache_under_the_other_name_is_refused(model) -> None:
+def test_the_cache_has_one_name(model) -> None:
     with QuireCache(model) as cache, pytest.raises(RequestError, match="not supported"):
         model(IDS, cache=cache, past_key_values=object())
     assert cache.is_linear == [False]  # a cache without layers is not of linear attention
-
-
-def test_output_has_the_cache_under_one_name() -> None:
     marker = object()
     output = output_with_cache(IDS, marker)
 
@@ -137,12 +134,9 @@ def test_padding_after_a_token_is_refused(mask, past_columns, lengths) -> None:
         count_new_tokens(tensor, columns, past_columns, lengths)
     with pytest.raises(RequestError, match=r"1\] previous tokens, but \[2\] are cached"):
         count_new_tokens(torch.tensor([[0, 1, 1]]), 1, 2, [2])  # masks a cached token
-
-
-@pytest.mark.parametrize("mask", [torch.ones(2, 2), torch.ones(1, 1, 3, 3), "causal"])
-def test_mask_of_wrong_shape_is_refused(mask) -> None:
-    with pytest.raises(RequestError, match=r"expected an attention_mask \[1, 3\]"):
-        count_new_tokens(mask, 3, 0, [0])
+    for given in (torch.ones(2, 2), torch.ones(1, 1, 3, 3), "causal"):
+        with pytest.raises(RequestError, match=r"expected an attention_mask \[1, 3\]"):
+            count_new_tokens(given, 3, 0, [0])
 
 
 def test_positions_of_padding_are_ignored_and_those_of_one_row_apply_to_all_rows() -> None:
@@ -150,14 +144,9 @@ def test_positions_of_padding_are_ignored_and_those_of_one_row_apply_to_all_rows
 
     check_positions(torch.tensor([[1, 1, 0], [0, 1, 2]]), counts, [0, 0])
     check_positions(torch.tensor([[3, 4]]), count_new_tokens(None, 2, 3, [3, 3]), [3, 3])
-
-
-@pytest.mark.parametrize("positions", [[[0, 1, 2], [1, 2, 3]], [[0, 1, 2], [0, 2, 1]]])
-def test_positions_that_do_not_continue_the_row_are_refused(positions) -> None:
-    counts = count_new_tokens(None, 3, 0, [0, 0])
-
-    with pytest.raises(RequestError, match="consecutive position_ids from 0 in row 1"):
-        check_positions(torch.tensor(positions), counts, [0, 0])
+    for positions in ([[0, 1, 2], [1, 2, 3]], [[0, 1, 2], [0, 2, 1]]):  # do not continue row 1
+        with pytest.raises(RequestError, match="consecutive position_ids from 0 in row 1"):
+            check_positions(torch.tensor(positions), count_new_tokens(None, 3, 0, [0, 0]), [0, 0])
 
 
 @pytest.mark.parametrize(
@@ -205,7 +194,6 @@ def test_compression_ratio_is_the_evicted_fraction_of_the_prompt(policy, ratio, 
 def test_compression_ratio_keeps_exact_token_counts(ratio) -> None:
     cap = make_rule("recent", None, None, None, ratio).cap
     sizes = {"page_tokens": 16, "page_bytes": 1, "fixed_bytes": 0}
-
     assert cap.resolve(300, **sizes) == round(300 * (1 - ratio))
 
 

@@ -87,10 +87,8 @@ def test_positions_must_continue_the_cached_ones(model, cache) -> None:
 
 def test_forward_accepts_positional_arguments_and_can_return_a_tuple(model, cache) -> None:
     assert model(IDS[:, :30], torch.ones(1, 30), None, cache).past_key_values is cache
-
     options = {"return_dict": False, "logits_to_keep": 1}
     logits, returned = model(IDS[:, 30:], past_key_values=cache, **options)
-
     assert logits.shape == (1, 1, zoo.VOCAB_SIZE)
     assert returned is cache
 

@@ -18,7 +18,6 @@ from support.flat import flat_logits, plain_logits, sequences
 def test_ragged_chunked_batches_give_transformers_logits(name: str) -> None:
     prompts = sequences(21, 13, 1, 17, vocab_size=zoo.VOCAB_SIZE)
     ours = flat_logits(TransformersDecoder(zoo.build(name)), prompts, chunk_tokens=[6, 5, 1, 1, 64])
-
     for actual, expected in zip(ours, plain_logits(zoo.build(name), *prompts), strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
@@ -77,7 +76,6 @@ def test_bridge_is_cleared_after_a_failed_forward(monkeypatch: pytest.MonkeyPatc
 def test_model_can_have_one_decoder_only() -> None:
     model = zoo.build("llama")
     TransformersDecoder(model)
-
     with pytest.raises(InvariantError, match="got one that has a decoder"):
         TransformersDecoder(model)
 
@@ -103,7 +101,6 @@ def attention():
 )
 def test_unknown_attention_options_are_refused(attention, options, num_values, word: str) -> None:
     states = torch.zeros(1, 4, 2, 8)
-
     with pytest.raises(UnsupportedModel, match=word):
         attend_through_bridge(attention, states, states, states[:, :, :num_values], None, **options)
 

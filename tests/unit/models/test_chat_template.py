@@ -133,7 +133,6 @@ def test_template_gets_the_form_of_content_that_it_reads(render, template, split
 @pytest.mark.parametrize("template", [PARTS["loop"], BOTH["is string"], STRINGS["escaped"]])
 def test_text_that_occurs_in_the_template_is_not_taken_for_the_message(render, template):
     text = render(template, messages_of(CHAT, 0))
-
     assert f"<assistant>{'user'}</assistant>" in text.replace('"', "")
 
 
@@ -213,7 +212,6 @@ def test_template_that_reads_both_forms_gets_the_given_or_forced_one(
 def test_message_whose_text_vanishes_is_refused(render, template, number, split):
     with pytest.raises(RequestError, match="--chat-template-content-format") as refused:
         render(template, messages_of(CHAT, split))
-
     assert refused.value.param == f"messages.{number}"
     assert CHAT[number][0] in str(refused.value)
 
@@ -267,9 +265,7 @@ def test_system_message_that_is_written_with_the_last_message_of_the_user_is_acc
 @pytest.mark.parametrize("split", [0, 1, 2])
 def test_prompt_ends_in_the_continued_message(render, template, text, split):
     chat = messages_of([("user", "count"), ("assistant", text)], split)
-
     prompt = render(template, chat, add_generation_prompt=False, continue_final_message=True)
-
     assert prompt == f"<user>count</user><assistant>{text}"
 
 
@@ -282,7 +278,6 @@ def test_prompt_ends_in_the_continued_message(render, template, text, split):
 )
 def test_message_that_cannot_be_continued_is_refused(render, message, options, expected):
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"} | message]
-
     with pytest.raises(RequestError, match=expected):
         render(STRINGS["plain"], chat, continue_final_message=True, **options)
 
@@ -323,7 +318,6 @@ def test_messages_refused_by_the_template_raise_a_request_error(
     tokenizer, template, messages, message
 ):
     tokenizer.chat_template = template
-
     with pytest.raises(RequestError, match=message):
         ChatTemplate(tokenizer).encode(messages)
 
@@ -377,7 +371,6 @@ def sentence_piece() -> PreTrainedTokenizerBase:
 def test_last_tokens_of_a_text_are_those_of_the_whole_text(kind, name, keep, tokenizer) -> None:
     tokenizer = tokenizer if kind == "byte level" else sentence_piece()
     whole = encode_prompt(tokenizer, TEXTS[name])
-
     assert encode_prompt(tokenizer, TEXTS[name], keep=keep) == whole[-keep:]
     assert encode_prompt(tokenizer, "a b", keep=keep) == encode_prompt(tokenizer, "a b")[-keep:]
 
@@ -428,6 +421,5 @@ def test_tokens_with_equal_texts_are_decodable() -> None:
     tokens = [("<unk>", 0.0), ("a", -1.0), ("a", -2.0), ("b", -1.0)]
     plain = Tokenizer(models.Unigram(tokens, unk_id=0))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<unk>")
-
     assert len(set(tokenizer.get_vocab().values())) == 3
     assert undecodable_ids(tokenizer, 6) == [4, 5]

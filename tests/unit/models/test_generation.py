@@ -30,7 +30,6 @@ def read(folder: Path, **values: object) -> GenerationDefaults:
 )
 def test_end_tokens_are_those_of_all_configs(tmp_path, named, config, end_tokens):
     (tmp_path / "generation_config.json").write_text(json.dumps(named))
-
     assert read_generation_defaults(tmp_path, config).eos_token_ids == end_tokens
 
 
@@ -46,9 +45,7 @@ def test_end_tokens_are_those_of_all_configs(tmp_path, named, config, end_tokens
 def test_eos_token_of_the_tokenizer_is_an_end_token(vocab, special, end_tokens):
     model = Tokenizer(models.WordLevel(vocab, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="a", **special)
-
     found = GenerationDefaults(eos_token_ids=(7,)).with_end_token(tokenizer, 128)
-
     assert found.eos_token_ids == end_tokens
 
 
@@ -101,7 +98,6 @@ def test_invalid_value_names_the_file_field_expected_and_given_value(
 @pytest.mark.parametrize("do_sample", [None, False])
 def test_invalid_ignored_value_is_a_warning(tmp_path, do_sample, caplog):
     read(tmp_path, do_sample=do_sample, temperature="hot", top_k="many")
-
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
         "generation_config.json: 'temperature' is 'hot'",
         "generation_config.json: 'top_k' is 'many'",

@@ -192,9 +192,7 @@ def test_pages_of_the_file_are_released_after_the_load(tmp_path, capfd):
 def test_a_plan_reads_the_config_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_file(tmp_path / "tiny.gguf", build(), "Q4_0")
     monkeypatch.setattr(gguf_files, "read_model", None)
-
     report = plan_report(tmp_path / "tiny.gguf", PlanOptions(device="cuda", memory_bytes=1 << 24))
-
     assert report.dtype == "bfloat16"
     assert report.memory.weights_bytes == build().num_parameters() * 2
 
@@ -218,7 +216,6 @@ def test_unreadable_files_are_refused_before_weights_are_read(
 ) -> None:
     write_file(tmp_path / "tiny.gguf", build(), "Q8_0", extra=extra)
     monkeypatch.setattr(gguf_files, "read_model", None)
-
     with pytest.raises(QuireError, match=message):
         load_model(tmp_path / "tiny.gguf", device="cpu")
 
@@ -237,7 +234,6 @@ def test_a_damaged_file_is_reported(change, message, tmp_path):
     file = tmp_path / "tiny.gguf"
     write_file(file, build(), "Q8_0")
     file.write_bytes(change(file.read_bytes()))
-
     with pytest.raises(ModelError, match=message):
         load_model(file, device="cpu")
 
@@ -257,7 +253,6 @@ def test_a_header_is_that_of_the_package_gguf(tmp_path: Path) -> None:
 
 def test_a_folder_with_gguf_files_names_one_and_a_missing_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
-
     with pytest.raises(ModelError, match=r"no config.json, but GGUF files: .* as in .*tiny.gguf"):
         load_model(tmp_path, device="cpu")
     with pytest.raises(ModelError, match=r"expected a GGUF file, got .*no such file"):
@@ -301,16 +296,13 @@ def metadata(values: dict[str, object], **more: list[float]) -> GgufMetadata:
 )
 def test_rope_metadata(values: dict[str, object], expected: dict[str, object]) -> None:
     config = LlamaConfig(**SHAPE)
-
     metadata(values).set_rope(config)
-
     assert config.rope_parameters == DEFAULT_ROPE | expected
 
 
 def test_end_tokens_are_those_of_a_text_a_turn_and_a_message() -> None:
     keys = {"eos_token_id": 2, "eot_token_id": 7, "eom_token_id": 8, "bos_token_id": 1}
     values = {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
-
     assert GgufMetadata(Path("m.gguf"), values, {}, "").end_token_ids == [2, 7, 8]
     assert GgufMetadata(Path("m.gguf"), {}, {}, "").end_token_ids == []
 

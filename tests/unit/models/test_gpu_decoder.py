@@ -6,6 +6,7 @@ from torch import nn
 
 from quire import GenerationRequest, ScheduleConfig
 from quire.engine.core import Engine
+from quire.engine.decode_graphs import why_no_graphs
 from quire.errors import ConfigError, UnsupportedModel
 from quire.kernels.gathered import GatheredAttention
 from quire.layout.statistics import ResidualSimilarity
@@ -14,7 +15,7 @@ from quire.models.adapter import TransformersDecoder
 from quire.models.native.layers import gpu_refusal
 from quire.models.verify import DenseAttention, compare_with_transformers
 from quire.models.weights import weight_bytes
-from support import zoo
+from support import engines, zoo
 from support.engines import greedy, loaded, make_prompts
 from support.flat import Recorder, distance, flat_logits, plain_logits, sequences
 from support.interpreted import CPU, interpreted, triton_backend
@@ -282,3 +283,28 @@ def test_refusal_states_the_reason():
         model = zoo.build("wide_llama")
         change(model)
         assert reason in gpu_refusal(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kv",
+    [{}, {"codec": "int8"}, *({"evict": f"{rule}:cap=8"} for rule in ("recent", "h2o", "tova"))],
+    ids=str,
+)
+def test_graphs_with_triton_give_the_tokens_of_gathered_pages(kv, monkeypatch):
+    monkeypatch.setattr(graphs, "LENGTHS", lengths := (2, 6, 4, 5))
+    model, prompts = engines.load("llama", impl="transformers"), make_prompts(4, 10, seed=4)
+    expected = graphs.outputs(graphs.engine_of(model, **kv), prompts)
+    monkeypatch.setattr(graphs, "StaticGathered", lambda _: triton_backend(multiprocessors=8))
+    engine = graphs.engine_of(model, RepeatedCalls(), **kv)
+
+    found = graphs.outputs(engine, prompts)
+
+    assert found == expected
+    assert sum(map(len, found)) == sum(lengths)
+    assert engine.pool.kv.backend.name == "triton"
+    assert why_no_graphs(engine.pool.kv) is None
+    stats = engine.stats().graphs
+    assert stats.off is None
+    assert stats.replayed > 4
+    assert (engine.stats().num_evictions > 0) == ("evict" in kv)

@@ -116,7 +116,6 @@ def test_packed_layer_reads_transposed_inputs_of_one_sequence(products):
 def test_layer_exposes_its_plain_weight_and_multiplies_no_rows(convert, dtype):
     model = nn.Sequential(linear := nn.Linear(96, 80, dtype=dtype))
     convert(model)
-
     assert torch.equal(model[0].weight.to(dtype), linear.weight)
     assert (model[0].in_features, model[0].out_features) == (96, 80)
     assert model(torch.empty(0, 96, dtype=dtype)).shape == (0, 80)
@@ -221,7 +220,6 @@ def test_other_shared_weights_are_not_packed(convert):
 def test_layers_of_modules_left_alone_are_not_packed(products):
     model = nn.Sequential(nn.Sequential(nn.Linear(32, 32)), nn.Linear(32, 32))
     pack_linears(model, products, left_alone=[model[0]])
-
     assert [isinstance(one, PackedLinear) for one in (model[0][0], model[1])] == [False, True]
 
 
@@ -229,7 +227,6 @@ def test_layers_of_modules_left_alone_are_not_packed(products):
 def test_shared_layer_is_converted_once(convert):
     shared = nn.Linear(32, 32, dtype=torch.bfloat16)
     model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
-
     assert list(convert(model)) == ["0.0"]
     assert model[0][0] is model[1][0]
 
@@ -239,7 +236,6 @@ def test_layers_that_share_a_weight_share_the_widened_weight(convert):
     first, second = nn.Linear(8, 8, dtype=torch.bfloat16), nn.Linear(8, 8, dtype=torch.bfloat16)
     second.weight = first.weight
     model = nn.Sequential(first, second)
-
     assert list(convert(model)) == ["0", "1"]
     assert model[0].weight is model[1].weight
 
@@ -263,10 +259,8 @@ def test_layers_are_not_widened_without_memory_and_a_warning_is_logged(
 ):
     short = psutil.virtual_memory()._replace(available=100)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: short)
-
     with caplog.at_level(logging.WARNING):
         assert not convert(nn.Sequential(nn.Linear(8, 8, dtype=torch.bfloat16)))
-
     assert "ten times as long" in caplog.text
 
 
@@ -277,7 +271,6 @@ def test_one_dnn_computes_products_where_it_is_faster_with_amx(
     """A stand-in for oneDNN takes long, or no time at all."""
     monkeypatch.setattr(native_linear, "has_amx", lambda: True)
     monkeypatch.setattr(nn.functional, "linear", lambda x, weight: time.sleep(linear_sleeps_s))
-
     assert (fastest_products.__wrapped__() is not None) == is_ours
 
 
@@ -294,9 +287,7 @@ class RecordingActivation(nn.Module):
 )
 def test_rows_are_chunked_to_the_size_one_thread_computes(width, chunk_rows):
     recording, values = RecordingActivation(), torch.randn(1, 24, width)
-
     found = RowwiseActivation(recording)(values)
-
     assert found.shape == values.shape
     assert torch.allclose(found, values.exp())
     assert recording.shapes[0] == (min(24, chunk_rows), width)

@@ -1,16 +1,25 @@
-"""Loading of model folders: missing or damaged files are reported before allocation."""
+"""Loading of model folders: missing, damaged or contradicting files are one-line errors."""
 
 import json
+import logging
+import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.errors
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
-from quire.models import adapter, linear_weights, source
+from quire import LLM, KVConfig, SamplingParams
+from quire.cli.plan_report import plan_report
+from quire.errors import ConfigError, ModelError, QuireError, UnknownName, UnsupportedModel
+from quire.models import adapter, linear_weights, source, stored
 from quire.models.loader import load_model
 from support import zoo
 from support.byte_tokenizer import byte_tokenizer
@@ -57,7 +66,6 @@ def test_end_tokens_are_those_of_the_configs_and_the_tokenizer(folder: Path) -> 
 
 def test_weights_of_an_unsupported_dtype_are_refused_or_converted(tmp_path: Path) -> None:
     zoo.build("llama").double().save_pretrained(tmp_path)
-
     with pytest.raises(UnsupportedModel, match=r"float64; load it with dtype=float32"):
         load_model(tmp_path, device="cpu")
     assert load_model(tmp_path, device="cpu", dtype="float32").decoder.dtype == torch.float32
@@ -135,11 +143,14 @@ def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def _edit_config(**changes: object) -> Callable[[Path], object]:
-    def edit(path: Path) -> None:
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+def _edit(folder: Path, **changes: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
 
-    return _change("config.json", edit)
+
+def _edit_config(**changes: object) -> Callable[[Path], object]:
+    return lambda folder: _edit(folder, **changes)
 
 
 @pytest.mark.parametrize(
@@ -171,16 +182,15 @@ def _edit_config(**changes: object) -> Callable[[Path], object]:
 )
 def test_damaged_folder_raises_a_model_error(folder, damage, message):
     damage(folder)
-
     with pytest.raises(ModelError, match=message):
         load_model(folder, device="cpu")
 
 
 def test_remote_code_runs_only_with_trust_remote_code(folder: Path) -> None:
-    _edit_config(model_type="quantum")(folder)
+    _edit(folder, model_type="quantum")
     with pytest.raises(UnsupportedModel, match="does not know 'quantum'"):
         load_model(folder)
-    _edit_config(auto_map={"AutoConfig": "evil.EvilConfig"})(folder)
+    _edit(folder, auto_map={"AutoConfig": "evil.EvilConfig"})
     (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
 
     with pytest.raises(ConfigError, match="pass trust_remote_code=True"):
@@ -225,3 +235,268 @@ def test_hub_model_is_downloaded_without_pickles(llama, monkeypatch):
     assert load_model("org/model", device="cpu", verify=False).name == "org/model"
     assert "*.safetensors" in patterns["org/model"]
     assert not any(".bin" in pattern for pattern in patterns["org/model"])
+
+
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 10**6}
+UP = "model.layers.1.mlp.up_proj.weight"
+VALUES: tuple[object, ...] = (
+    *(0, -1, 1, 3, 10**6, 10**9, 10**30, 0.5, -1.5, float("inf"), float("nan"), True, False),
+    *("nope", "", None, [], [1], ["nope"], {}, {"a": [{}]}),
+)
+STRAY_FIELDS = (  # read by Quire or by Transformers, and in few configs
+    *("head_dim", "num_key_value_heads", "quantization_config", "text_config", "auto_map"),
+    *("sliding_window", "num_experts", "layer_types", "rope_scaling", "dtype", "torch_dtype"),
+    *("_attn_implementation", "attention_types", "sliding_window_pattern", "max_window_layers"),
+)
+FUZZED = ["llama", "gpt2", "opt", "gemma2", "mixtral", "gpt_oss", "qwen2_window", "phi3_longrope"]
+MUTATIONS = 10  # of each architecture
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / WEIGHTS, metadata={"format": "pt"})
+    return folder
+
+
+def _load(folder: Path, **options: Any) -> object:
+    return load_model(folder, device="cpu", **options)
+
+
+def _mutations(config: dict[str, Any], seed: str) -> Iterator[dict[str, Any]]:
+    fields: list[tuple[str, str | None]] = [(name, None) for name in config]
+    fields += [(name, None) for name in STRAY_FIELDS if name not in config]
+    nested = {name: value for name, value in config.items() if isinstance(value, dict)}
+    fields += [(name, inner) for name, value in nested.items() for inner in value]
+    draw = random.Random(seed)
+    for _ in range(MUTATIONS):
+        name, inner = draw.choice(fields)
+        value = draw.choice(VALUES)
+        yield {**config, name: value if inner is None else {**config[name], inner: value}}
+
+
+def _generate(folder: Path) -> None:
+    llm = LLM(str(folder), device="cpu", kv=KVConfig(memory="1MiB"))
+    llm.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=2))
+
+
+@pytest.mark.parametrize("name", FUZZED)
+def test_any_config_value_is_accepted_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    folder = zoo.save(name, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+
+    for changed, attempt in product(_mutations(config, name), (_generate, plan_report)):
+        (folder / "config.json").write_text(json.dumps(changed))
+        try:
+            attempt(folder)
+        except QuireError as error:
+            assert "\n" not in str(error)  # noqa: PT017 - many values are accepted
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "mixtral", "gpt_neox"])
+def test_fewer_layers_than_in_the_weights_are_refused(name: str, tmp_path: Path) -> None:
+    folder = zoo.save(name, tmp_path)
+    spelling = "n_layer" if name == "gpt2" else "num_hidden_layers"
+    with pytest.raises(ModelError, match="weights contain 2 layers, of which 1 would be ignored"):
+        _load(_edit(folder, **{spelling: 1}))
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "message"),
+    [
+        ("num_hidden_layers", (3, 9_999, 1_000_000), "'num_hidden_layers' is"),
+        ("vocab_size", (10**6,), r"config\.json describes .* parameters"),
+        ("intermediate_size", (10**6,), r"config\.json describes .* parameters"),
+        ("head_dim", (10**6,), r"config\.json describes .* parameters"),
+    ],
+)
+def test_sizes_beyond_the_weights_are_refused_before_a_module_is_built(
+    folder, field, values, message, monkeypatch
+):
+    monkeypatch.setattr(stored, "AutoModelForCausalLM", None)
+    for value in values:
+        with pytest.raises(ModelError, match=message):
+            _load(_edit(folder, **{field: value}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((field, 0) for field in ("head_dim", "num_attention_heads", "num_key_value_heads")),
+        *(("vocab_size", value) for value in (0, -1)),
+    ],
+)
+def test_size_below_one_names_its_field(folder: Path, field: str, value: int) -> None:
+    _edit(folder, **{field: value})
+    for attempt in (_load, plan_report):
+        with pytest.raises(ModelError, match=f"{field!r} is {value}, expected an integer from 1"):
+            attempt(folder)
+
+
+def test_deeply_nested_json_is_refused(folder: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        (folder / name).write_text("[" * 100_000)
+        with pytest.raises(ModelError, match="nested too deeply"):
+            _load(folder)
+        zoo.save("llama", folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "nope"}, r"'hidden_act' is 'nope'.* expected one of .*silu"),
+        ({"rms_norm_eps": -1.0}, "NaN or inf from Transformers itself"),
+        (
+            {"vocab_size": 130},
+            r"model.embed_tokens.weight of shape \[128, 32\].* \[130, 32\] \(vocab_size=130\)",
+        ),
+    ],
+)
+def test_impossible_value_is_one_error(folder, changes, message):
+    with pytest.raises(ModelError, match=message):
+        _load(_edit(folder, **changes))
+
+
+def test_unknown_rope_type_is_one_error_without_warnings(folder, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
+    rope = {"rope_type": "nope", "rope_theta": 1e4}
+
+    with pytest.raises(ModelError, match=r"'rope_type' is 'nope'.* expected one of .*yarn"):
+        _load(_edit(folder, rope_parameters=rope))
+    assert not caplog.records
+
+    _load(_edit(folder, rope_parameters=rope | {"rope_type": "default", "stray": 1}))
+    assert "stray" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a" * 300 + "/b", "x\0y", "~no-such-user/x"])
+def test_invalid_path_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(name: str, **_: object) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr("quire.models.source.snapshot_download", offline)
+
+    with pytest.raises(ModelError, match=r"there is no") as refusal:
+        load_model(name)
+    assert len(str(refusal.value)) < 400
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+def test_integer_weights_without_quantization_config_are_refused(name: str, tmp_path: Path) -> None:
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
+        for key, tensor in tensors.items():
+            if tensor.ndim == 2 and "embed" not in key and "head" not in key:
+                tensors[key] = (tensor * 40).round().to(torch.int8)
+
+    folder = _rewrite(zoo.save(name, tmp_path), quantize)
+
+    with pytest.raises(ModelError, match=r"as integers \(I8\).*'quantization_config'"):
+        _load(folder, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama_mha", {"attention_bias": False}, r"k_proj.bias.* and 5 more.* no such parameters"),
+        ("gpt_neox", {"rope_parameters": ROPE}, r"'rope_parameters.partial_rotary_factor' is 1000"),
+    ],
+)
+def test_bias_missing_in_the_config_and_rotary_factor_above_one_are_refused(
+    tmp_path, name, changes, message
+):
+    with pytest.raises(ModelError, match=message):
+        _load(_edit(zoo.save(name, tmp_path), **changes))
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"),
+    [
+        (float("nan"), "auto", "weights contain NaN in "),
+        (float("-inf"), "auto", "weights contain inf in "),
+        (1e6, "float16", "inf in .*; .*dtype=bfloat16 or float32"),
+    ],
+)
+def test_non_finite_weights_are_named(folder, value, dtype, message):
+    _rewrite(folder, lambda tensors: tensors[UP].view(-1)[-1:].fill_(value))
+
+    with pytest.raises(ModelError, match=message) as refusal:
+        _load(folder, dtype=dtype)
+    assert f"in {UP}" in str(refusal.value)
+    if dtype == "float16":
+        _load(folder, dtype="float32")
+
+
+def test_rotary_tables_of_old_checkpoints_and_other_heads_are_ignored(tmp_path: Path) -> None:
+    def add_tables(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        tensors["model.layers.1.self_attn.rotary_emb.cos_cached"] = torch.ones(4)
+        tensors["score.weight"] = torch.ones(2, 32)  # a head of another task
+
+    _load(_rewrite(zoo.save("llama", tmp_path), add_tables))
+
+
+def test_weight_names_without_the_base_model_prefix_are_loaded(tmp_path: Path) -> None:
+    def as_published(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        for layer in (0, 1):
+            tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
+            tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+
+    _load(_rewrite(zoo.save("gpt2", tmp_path), as_published))
+
+    with pytest.raises(ModelError, match="the weights contain 2 layers"):
+        _load(_edit(tmp_path, n_layer=1))
+
+
+def test_layers_declared_ignorable_by_the_model_class_are_ignored(tmp_path: Path) -> None:
+    config = Glm4MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=1, n_group=1, topk_group=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Glm4MoeForCausalLM(config).float().save_pretrained(tmp_path)
+
+    for layer, fits in (
+        (46, nullcontext()),
+        (2, pytest.raises(ModelError, match="1 would be i")),
+    ):
+        weight = {f"model.layers.{layer}.mlp.up_proj.weight": torch.ones(48, 32)}
+        _rewrite(tmp_path, lambda tensors, weight=weight: tensors.update(weight))
+        with fits:
+            _load(tmp_path)
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+{at_import}
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+    def __init__(self, config):
+        super().__init__(config)
+        {at_init}
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **options):
+        {at_forward}
+        return super().forward(input_ids=input_ids, position_ids=position_ids, **options)
+"""
+
+
+@pytest.mark.parametrize("fault", ["raise RuntimeError('first\\nsecond')", "1 / 0", "exit(3)"])
+@pytest.mark.parametrize("hook", ["at_import", "at_init", "at_forward"])
+def test_exception_in_remote_code_is_a_one_line_error(folder, hook, fault):
+    code = {"at_import": "", "at_init": "pass", "at_forward": "pass"} | {hook: fault}
+    (folder / "own.py").write_text(CODE.format(**code))
+    _edit(
+        folder,
+        model_type="own",
+        architectures=["OwnModel"],
+        auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"},
+    )
+
+    with pytest.raises((ModelError, UnsupportedModel)) as refusal:
+        _load(folder, trust_remote_code=True)
+    assert "\n" not in str(refusal.value)

@@ -44,7 +44,6 @@ def test_variant_follows_from_the_length_if_a_model_has_several(decoder) -> None
 @pytest.mark.parametrize("chunk_tokens", [[7, 1, 64], [64]])
 def test_each_variant_gives_transformers_logits(decoder, chunk_tokens):
     short, long = sequences(SHORT, 2 * SHORT, vocab_size=zoo.VOCAB_SIZE)
-
     for prompt, variant in ((short, 0), (long, 1), (short, 0)):
         (actual,) = flat_logits(decoder, [prompt], chunk_tokens=chunk_tokens, rope_variant=variant)
         torch.testing.assert_close(actual, plain(prompt), atol=1e-4, rtol=0)
@@ -65,7 +64,6 @@ def test_dynamic_rope_scaling_is_refused() -> None:
     config = LlamaConfig(
         **zoo._SHAPE, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     )
-
     with pytest.raises(UnsupportedModel, match="'dynamic' changes its frequencies"):
         TransformersDecoder(LlamaForCausalLM(config))
 
@@ -243,7 +241,6 @@ def test_mean_rotation_is_the_mean_of_rotated_queries(name):
 def test_an_unknown_rope_is_a_reason_not_to_unrotate():
     """Pairs of neighbours, and queries without RoPE that are scaled by their positions."""
     decoder = TransformersDecoder(zoo.build("llama4"))
-
     for reason in (decoder.prepare(QueryMoments()), decoder.prepare_pre_rope()):
         assert reason is not None
         assert "Llama4ForCausalLM rotates its queries" in reason.replace("layer 0 of ", "")

@@ -122,6 +122,5 @@ def test_an_older_transformers_is_named_in_the_error(model_class, monkeypatch):
     assert model_class.config_class.model_type in WITH_NEWER_TRANSFORMERS
     module = sys.modules[model_class.__module__]
     monkeypatch.delattr(module, "ALL_ATTENTION_FUNCTIONS", raising=False)
-
     with pytest.raises(UnsupportedModel, match=r"install transformers>=5\.24"):
         refuse_class(model_class)

@@ -112,7 +112,6 @@ def test_codec_is_loaded_with_each_implementation(name, impl, codec, tmp_path):
 def test_embedding_tied_to_a_quantized_head_reads_the_decoded_rows() -> None:
     model = TransformersDecoder(zoo.build("llama_mqa"), codec="int8").model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-
     assert isinstance(embedding, PackedEmbedding)
     assert embedding.packed is head.packed
     assert torch.equal(embedding(torch.arange(5)), head.weight[:5])
@@ -212,7 +211,6 @@ def test_layers_that_cannot_be_packed_are_named(make, reason: str) -> None:
     with torch.device("meta"):
         model = make()
     found = codec_refusal(model, "int8")
-
     assert found is not None
     assert re.search(reason, found)
 
@@ -326,7 +324,6 @@ def test_decoded_weights_have_the_requested_dtype_and_can_be_quantized_again(tmp
 def test_other_variants_are_refused(options, message, tmp_path, no_weights_read):
     write_checkpoint(tmp_path, "llama", FORMATS[0])
     _edit(tmp_path, quantization_config=FORMATS[0] | options)
-
     with pytest.raises(UnsupportedModel, match=message):
         load_model(tmp_path, device="cpu")
 

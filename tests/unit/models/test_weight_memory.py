@@ -109,7 +109,6 @@ def test_peak_while_loading_is_one_model_and_one_layer(loads, case):
 @pytest.mark.parametrize("impl", ["native", "transformers"])
 def test_no_weight_file_stays_mapped(folder: Path, impl: str) -> None:
     loaded = load(folder, impl, "int8")
-
     assert isinstance(loaded.decoder, TransformersDecoder)
     assert str(folder) not in Path("/proc/self/maps").read_text()
 
@@ -121,7 +120,6 @@ def test_panels_scales_and_biases_are_weight_bytes(name: str, codec: str) -> Non
     layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     own = sum(tensor.nbytes for layer in layers for tensor in layer.product.tensors)
     rest = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
-
     assert weight_bytes(model) == own + rest
 
 

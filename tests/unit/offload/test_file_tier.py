@@ -306,7 +306,6 @@ def test_a_folder_of_an_earlier_version_is_refused(tmp_path):
 def test_a_network_file_system_has_no_write_ahead_log(tmp_path):
     FileIndex(tmp_path / "a", on_network=True).close()
     FileIndex(tmp_path / "b", on_network=False).close()
-
     modes = [rows(tmp_path, "PRAGMA journal_mode", name) for name in "ab"]
     assert modes == [[("delete",)], [("wal",)]]
 
@@ -383,7 +382,6 @@ def test_two_processes_share_a_folder_within_its_size(tmp_path):
     for writer in writers:
         assert len(writer.communicate()[0].splitlines()) == 60
         assert writer.returncode == 0
-
     check_written(tmp_path)
 
 

@@ -446,7 +446,6 @@ def test_many_threads_read_what_they_wrote(server):
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
-
     with pytest.raises(ConfigError, match=r"redis \(not installed\): pip install .*\[redis\]"):
         tier_of("redis://127.0.0.1:1")
 

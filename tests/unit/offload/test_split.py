@@ -86,7 +86,6 @@ def test_gains_are_ratios_of_the_formulas(kv_s, xi, rho):
 def test_link_load_increases_the_split_and_device_load_decreases_it():
     rates = of_ratios(0.5, 1.0)
     loaded = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=1.0, link_s=300.0)
-
     assert pipelined_split(rates, 1000) == 666
     assert pipelined_split(loaded, 1000) == 866
     assert pipelined_split(of_ratios(0.5, 1.0, other=300.0), 1000) == 466
@@ -229,9 +228,6 @@ def test_gate_compares_activation_and_kv_bytes(model, ratio):
     reason = f"activations are {ratio:.1f}x the KV of this model"
     assert gate.reason.startswith(reason)
     assert gate.pays or gate.reason == f"{reason}: KV alone is transferred"
-
-
-def test_gate_accounts_for_codecs():
     assert not activation_gate(OPT_13B, kv_value_bytes=0.5625).pays  # 4-bit KV, plain activations
     assert activation_gate(OPT_13B, kv_value_bytes=0.5625, x_value_bytes=0.5625).pays
     assert activation_gate(LLAMA_3_8B, x_value_bytes=0.5625).pays
@@ -249,7 +245,6 @@ def division_s(rates, tokens, host):
 def test_host_split_is_the_best_of_all_splits(rates, host_s, tokens):
     rates = replace(rates, host_s=host_s, x_s=min(rates.x_s, rates.kv_s))  # x = k: none recomputed
     found = host_split(rates, tokens)
-
     best_s = min(division_s(rates, tokens, host) for host in range(tokens + 1))
     assert division_s(rates, tokens, found) <= best_s * (1 + 1e-9)
 
@@ -257,9 +252,7 @@ def test_host_split_is_the_best_of_all_splits(rates, host_s, tokens):
 @given(POSITIVE, POSITIVE, st.floats(1, 5), st.integers(1, 500))
 def test_rates_of_transfer_and_cpu_attention_add_without_activations(kv_s, host_s, xi, tokens):
     rates = OffloadRates(kv_s=kv_s, x_s=xi * kv_s, recompute_s=1.0, host_s=host_s)
-
     found = host_split(rates, tokens)
-
     seconds = max(host_s * found, kv_s * (tokens - found))
     assert seconds <= tokens / (1 / kv_s + 1 / host_s) + max(kv_s, host_s)
 
@@ -372,10 +365,8 @@ def split_of(rates):
 def test_wrong_initial_rates_are_corrected_within_a_few_steps(seed):
     wrong = MACHINE | {COPY: (1e-5, 3e-10), PROJECT: (1e-4, 2e-3), LAYER: (1e-4, 0.0)}
     rates, draw = measured(wrong), random.Random(seed)
-
     for _ in range(4):
         rates.learn(step(split_of(rates), MACHINE, 0.05, draw))
-
     assert split_of(rates) == pytest.approx(split_of(measured(MACHINE)), rel=0.05)
 
 

@@ -78,9 +78,7 @@ def test_tensors_are_written_and_read_as_bytes(tier):
     tensor = torch.randn(300, 70)
     tier.write("x", memoryview(tensor.numpy()))
     restored = torch.empty_like(tensor)
-
     tier.read("x", memoryview(restored.numpy()))
-
     assert torch.equal(restored, tensor)
 
 

@@ -49,9 +49,7 @@ def test_close_ends_all_processes_and_removes_the_folder(ranks: RankProcesses) -
 def test_process_that_does_not_end_is_killed(ranks: RankProcesses) -> None:
     tell(ranks, "ignore", "two")
     assert ranks.channels[0].receive(30.0) == "ready"
-
     ranks.close()
-
     assert all(map(is_gone, ranks.process_ids))
 
 
@@ -67,7 +65,6 @@ def test_process_that_does_not_end_is_killed(ranks: RankProcesses) -> None:
 )
 def test_failure_names_the_rank_that_failed_first(ranks, first, second, text):
     tell(ranks, first, second)
-
     with pytest.raises(RankFailed if text != OWN else ConfigError, match=text) as error:
         raise ranks.failure(RankFailed("a collective failed"))  # rank 0 saw a closed connection
     assert ("restart the engine" in str(error.value)) == (text != OWN)
@@ -76,6 +73,5 @@ def test_failure_names_the_rank_that_failed_first(ranks, first, second, text):
 def test_late_message_is_an_error(ranks: RankProcesses) -> None:
     tell(ranks, "one", "ignore")
     ranks.channels[1].receive(30.0)
-
     with pytest.raises(RankFailed, match=r"rank 2 \(process \d+\) did not respond within 0.01 s"):
         ranks.channels[1].receive(0.01)

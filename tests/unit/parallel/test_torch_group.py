@@ -43,7 +43,6 @@ def test_sum_is_equal_on_all_ranks(tmp_path: Path, size: int, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.int32])
 def test_gather_returns_the_tensors_of_all_ranks(tmp_path: Path, dtype: torch.dtype) -> None:
     parts = [torch.randint(0, 2, (4, 3)).to(dtype).T for _ in range(3)]  # not contiguous
-
     for found in on_ranks(tmp_path, 3, lambda group: group.gather(parts[group.rank])):
         assert all(torch.equal(one, part) for one, part in zip(found, parts, strict=True))
 

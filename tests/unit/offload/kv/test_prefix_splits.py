@@ -86,7 +86,6 @@ def test_split_follows_a_link_speed_change_within_ten_steps(before, after):
 def test_requested_fraction_is_recomputed_within_its_limits(limits, least, most):
     splits = make_splits(**limits)
     splits.divide(PREFIXES, rows=1)
-
     assert least < splits.recomputed_tokens <= most
 
 

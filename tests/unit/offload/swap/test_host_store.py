@@ -98,9 +98,7 @@ def check_round_trip(device, copies):
 def test_copied_batches_are_counted():
     memory, pool, rows = filled(CPU, staged_in_tiny_batches)
     num_bytes = memory.row_bytes(rows[0])
-
     swap_out(memory, [rows[0]], pool)
-
     assert pool.copies.num_bytes == num_bytes
     assert pool.copies.num_batches >= num_bytes / LARGE.page_bytes
 
