@@ -462,3 +462,24 @@ def test_swap_out_keeps_shared_pages_for_other_rows():
     assert keys(memory, row) == list(range(10))
     assert used_pages(memory) == 6
     memory.check()
+
+
+@pytest.mark.parametrize("used", [NAMES, {"kv.sums"}, {"kv.ring"}])
+def test_row_from_references_starts_with_copies_of_referenced_statistics(used):
+    memory = with_groups(*GROUPS[:3])
+    row = row_of(memory, 8, used)
+    cached_reference = reference_pages(memory, row, 0, 8)
+    statistics = reference_statistics(memory, row)
+    assert statistics.pages.keys() == used
+    memory.release([row])
+    memory.store.poison_free(memory)
+
+    child = start_from_references(memory, [cached_reference], statistics)
+
+    assert memory.statistics_of(child) == NAMES
+    for name, count in (("kv.sums", 8), ("kv.ring", 3)):
+        zeros = [0] * count
+        assert keys(memory, child, name=name) == (expected(count) if name in used else zeros)
+    release_reference(memory, statistics)
+    grow(memory, child, 3)
+    memory.check()
