@@ -40,17 +40,13 @@ def requests() -> list[object]:
 
 def outputs_by_line(path: Path) -> dict[int, tuple[object, ...]]:
     records = read_records(path)
+    names, counts = ("id", "text", "finish_reason", "error"), ("prompt_tokens", "completion_tokens")
     outputs = {
-        r["line"]: (r["id"], r["text"], r["finish_reason"], r["usage"], r["error"]) for r in records
+        r["line"]: (*(r[name] for name in names), *((r["usage"] or {}).get(n) for n in counts))
+        for r in records
     }
     assert len(outputs) == len(records), "a line has two records"
-    return {line: without_timings(output) for line, output in outputs.items()}
-
-
-def without_timings(output: tuple[object, ...]) -> tuple[object, ...]:
-    name, text, reason, usage, error = output
-    tokens = usage and (usage["prompt_tokens"], usage["completion_tokens"])
-    return name, text, reason, tokens, error
+    return outputs
 
 
 @pytest.mark.slow
@@ -58,15 +54,7 @@ def test_batch_killed_at_any_time_writes_every_result_once(tmp_path: Path):
     rng = random.Random(2026)
     model = zoo.save("llama", tmp_path / "model")
     source = write_lines(tmp_path / "in.jsonl", requests())
-    options = (
-        "--kv-memory",
-        "32KiB",
-        "--max-num-seqs",
-        "4",
-        "--seed",
-        "11",
-        "--no-verify",
-    )
+    options = ("--kv-memory=32KiB", "--max-num-seqs=4", "--seed=11", "--no-verify")
     uninterrupted, target = tmp_path / "uninterrupted.jsonl", tmp_path / "out.jsonl"
 
     status, num_calls = run(model, source, uninterrupted, *options)

@@ -142,22 +142,6 @@ def test_a_refused_key_ends_the_batch(files):
     assert not records
 
 
-@pytest.mark.parametrize("flag", ["--kv-memory", "--dtype"])
-def test_an_option_of_the_engine_is_refused(files, flag):
-    value = "64MiB" if flag == "--kv-memory" else "float32"
-
-    result, _ = batch(files(LINES[0]), "http://127.0.0.1:1", flag, value, code=2)
-
-    assert "has no effect with --base-url" in result.stderr
-
-
-def test_a_response_that_is_not_json_gets_an_error_record(files):
-    with answering(Server((200, {}, b"<html>"))) as url:
-        _, records = batch(files(LINES[0]), url, code=1)
-
-    assert records[1]["error"]["message"] == "<html>"
-
-
 def openai_line(url="/v1/completions", **body):
     return {"custom_id": "a", "url": url, "body": body}
 
@@ -168,7 +152,7 @@ def openai_line(url="/v1/completions", **body):
         (openai_line(prompt="\ud800"), "body.prompt: the text is not Unicode"),
         (
             openai_line(prompt="x", temperature=float("nan")),
-            "body.temperature: expected a finite number, got NaN",
+            "body.temperature: expected a finite numb",
         ),
         (openai_line("/v1/a\nb", prompt="x"), "expected url as a path"),
         (openai_line("/v1/" + "a" * 70_000, prompt="x"), "expected url as a path"),
@@ -184,24 +168,30 @@ def test_a_line_that_is_no_request_gets_an_error_record_and_the_others_run(files
     assert records[2]["text"] == "out"
 
 
-def test_a_response_that_cannot_be_read_fails_its_line_alone(files):
-    server = Server((200, {"content-encoding": "gzip"}, b"no gzip"))
+@pytest.mark.parametrize(
+    ("headers", "content", "message"),
+    [({"content-encoding": "gzip"}, b"no gzip", "the request failed"), ({}, b"<html>", "<html>")],
+)
+def test_a_response_that_cannot_be_read_fails_its_line_alone(files, headers, content, message):
+    server = Server((200, headers, content))
     with answering(server) as url:
         _, records = batch(files(LINES[0], LINES[3]), url, "--max-concurrency", "1", code=1)
 
-    assert "the request failed" in records[1]["error"]["message"]
+    assert message in records[1]["error"]["message"]
     assert records[2]["text"] == "out"
 
 
 @pytest.mark.parametrize(
-    ("url", "key", "message"),
+    ("url", "option", "value", "message"),
     [
-        ("http://127.0.0.1:port", "k", "expected --base-url"),
-        ("http://", "k", "expected --base-url"),
-        ("http://127.0.0.1:1", "\u00e9", "printable ASCII"),
+        ("http://127.0.0.1:port", "--api-key", "k", "expected --base-url"),
+        ("http://", "--api-key", "k", "expected --base-url"),
+        ("http://127.0.0.1:1", "--api-key", "\u00e9", "printable ASCII"),
+        ("http://127.0.0.1:1", "--kv-memory", "64MiB", "has no effect with --base-url"),
+        ("http://127.0.0.1:1", "--dtype", "float32", "has no effect with --base-url"),
     ],
 )
-def test_an_invalid_url_or_key_is_refused(files, url, key, message):
-    result, _ = batch(files(LINES[0]), url, "--api-key", key, code=2)
+def test_an_invalid_url_key_or_option_of_the_engine_is_refused(files, url, option, value, message):
+    result, _ = batch(files(LINES[0]), url, option, value, code=2)
 
     assert message in result.stderr

@@ -66,21 +66,17 @@ def test_eos_token_id_outside_the_vocabulary_is_ignored(quire, tiny: Path):
 
 
 @pytest.mark.parametrize("command", ["generate", "plan"])
-def test_deeply_nested_config_is_refused(quire, tiny: Path, command: str):
-    (tiny / "config.json").write_text("[" * 100_000)
-    prompt = ("-p", "x") if command == "generate" else ()
-
-    _assert_one_error_line(quire(command, tiny, *prompt), "nested too deeply")
-
-
-@pytest.mark.parametrize("command", ["generate", "plan"])
-def test_model_name_of_300_characters_is_refused(quire, monkeypatch, command: str):
+def test_nested_config_and_model_name_of_300_characters_are_refused(
+    quire, tiny, monkeypatch, command
+):
     def offline(*_: object, **__: object) -> str:
         raise OSError("no network")
 
     monkeypatch.setattr("quire.models.source.snapshot_download", offline)
+    (tiny / "config.json").write_text("[" * 100_000)
     prompt = ("-p", "x") if command == "generate" else ()
 
+    _assert_one_error_line(quire(command, tiny, *prompt), "nested too deeply")
     _assert_one_error_line(quire(command, "a" * 300, *prompt), "there is no folder 'aaa")
 
 

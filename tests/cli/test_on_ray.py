@@ -9,22 +9,22 @@ from support.command_line import write_lines
 CONFIG_ERROR = 2
 
 
-@pytest.mark.parametrize("option", ["--ray-replicas=2", "--router=least_loaded", "--ray-cpus=2"])
-def test_options_of_ray_need_ray(quire, option):
-    result = quire("serve", "quire-tiny", option)
-
-    assert result.exit_code == CONFIG_ERROR
-    assert f"{option.partition('=')[0]} has no effect without --ray: add --ray" in result.stderr
-
-
 @pytest.mark.parametrize(
-    "option", ["--kv-events=events.jsonl", "--kv-events-endpoint=tcp://127.0.0.1:5557"]
+    ("option", "message"),
+    [
+        ("--ray-replicas=2", "has no effect without --ray: add --ray"),
+        ("--router=least_loaded", "has no effect without --ray: add --ray"),
+        ("--ray-cpus=2", "has no effect without --ray: add --ray"),
+        ("--kv-events=events.jsonl", "is an option of one engine"),
+        ("--kv-events-endpoint=tcp://127.0.0.1:5557", "is an option of one engine"),
+    ],
 )
-def test_options_of_one_engine_are_refused_with_ray(quire, option):
-    result = quire("serve", "quire-tiny", "--ray", option)
+def test_options_of_ray_need_ray_and_those_of_one_engine_none(quire, option, message):
+    ray = ("--ray",) if "engine" in message else ()
+    result = quire("serve", "quire-tiny", *ray, option)
 
     assert result.exit_code == CONFIG_ERROR
-    assert f"{option.partition('=')[0]} is an option of one engine" in result.stderr
+    assert f"{option.partition('=')[0]} {message}" in result.stderr
 
 
 def test_a_batch_runs_on_ray_or_on_a_server(quire, tmp_path):
@@ -42,9 +42,8 @@ def test_a_batch_runs_on_ray_or_on_a_server(quire, tmp_path):
 @pytest.mark.parametrize("command", ["serve", "batch"])
 def test_without_ray_the_error_names_the_extra(quire, command, tmp_path, monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: None if name == "ray" else find(name)
-    )
+    without = "importlib.util.find_spec"
+    monkeypatch.setattr(without, lambda name: None if name == "ray" else find(name))
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}])
     files = (source, tmp_path / "out.jsonl") if command == "batch" else ()
 

@@ -1,6 +1,7 @@
 """Invalid and extreme values for every option: one-line errors without a traceback."""
 
 import itertools
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,10 +35,8 @@ def arguments_of(name: str, folder: Path) -> list[str]:
     """Arguments of a short run of a command that needs no other option."""
     lines, trace = folder / "in.jsonl", folder / "trace.jsonl"
     lines.write_text('{"prompt": "a"}\n', encoding="utf-8")
-    trace.write_text(
-        '{"timestamp": 0, "input_length": 20, "output_length": 3, "hash_ids": [1]}\n',
-        encoding="utf-8",
-    )
+    request = {"timestamp": 0, "input_length": 20, "output_length": 3, "hash_ids": [1]}
+    trace.write_text(json.dumps(request) + "\n", encoding="utf-8")
     model = ["--kv-memory=2MiB", "--threads=1", "--no-verify"]
     engine = [*model, "--max-tokens=2"]
     own = {
@@ -121,16 +120,10 @@ def test_all_invalid_values_are_one_line_errors(name, tmp_path, monkeypatch, sto
 @pytest.mark.parametrize(
     "option",
     [
-        f"--max-num-seqs={HUGE}",
-        f"--max-num-batched-tokens={HUGE}",
-        f"--chunk-tokens={HUGE}",
-        f"--block-size={HUGE}",
-        f"--max-tokens={HUGE}",
-        f"--threads={HUGE}",
-        f"--kv-memory={HUGE}TiB",
-        f"--swap-space={HUGE}TiB",
-        f"--batcher=baton_pd:queue={HUGE}",
-        "--max-num-seqs=1000000000",
+        *(f"--max-num-{name}={HUGE}" for name in ("seqs", "batched-tokens")),
+        *(f"--{name}={HUGE}" for name in ("chunk-tokens", "block-size", "max-tokens", "threads")),
+        *(f"--{name}={HUGE}TiB" for name in ("kv-memory", "swap-space")),
+        *(f"--batcher=baton_pd:queue={HUGE}", "--max-num-seqs=1000000000"),
     ],
 )
 def test_huge_number_is_a_one_line_error(option, zoo_folder, tmp_path, monkeypatch):
@@ -142,14 +135,8 @@ def test_huge_number_is_a_one_line_error(option, zoo_folder, tmp_path, monkeypat
 
 
 def test_problem_detects_results_that_are_neither_success_nor_refusal():
-    valid = [
-        (0, ""),
-        (1, "x"),
-        (None, ""),
-        (2, "error: no\n"),
-        (2, "note\nerror: no\n"),
-        (2, "Usage: q"),
-    ]
+    valid = [(0, ""), (1, "x"), (None, ""), (2, "error: no\n"), (2, "note\nerror: no\n")]
+    valid += [(2, "Usage: q")]
     invalid = [(2, ""), (2, "error: \n"), (2, "error: no\nmore\n"), (97, "error: no"), (-11, "")]
 
     assert [problem(*option) for option in valid] == [None] * len(valid)

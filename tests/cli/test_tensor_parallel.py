@@ -20,13 +20,9 @@ OPTIONS = ["--dtype", "float32", "--device", "cpu", "--temperature", "0", "--max
 
 def generate(*options: str) -> list[int]:
     command = [sys.executable, "-m", "quire", "generate", "quire-tiny", "--json"]
-    done = subprocess.run(
-        [*command, "--prompt", "<|doc|>Once upon a time", *OPTIONS, *options],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
-    )
+    command += ["--prompt", "<|doc|>Once upon a time", *OPTIONS, *options]
+    limits = {"timeout": PATIENCE_S, "check": True}
+    done = subprocess.run(command, capture_output=True, text=True, **limits)
     return json.loads(done.stdout)["token_ids"]
 
 
@@ -78,7 +74,6 @@ def test_server_with_a_killed_rank_refuses_requests() -> None:
 
 def ranks_of(process_id: int) -> list[str]:
     """Process ids of the ranks of a process."""
-    found = subprocess.run(
-        ["pgrep", "-P", str(process_id), "-f", "rank_process"], capture_output=True, text=True
-    )
+    command = ["pgrep", "-P", str(process_id), "-f", "rank_process"]
+    found = subprocess.run(command, capture_output=True, text=True)
     return found.stdout.split()

@@ -48,6 +48,7 @@ def test_pages_for_users_are_scanned():
     assert {"README.md", "docs/index.md", "docs/features.md", "docs/install.md"} <= set(scanned)
     guides = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/guides/*.md")}
     assert guides <= set(scanned)
+    assert {claim.document for claim in REGISTRY.claims} <= set(scanned)
 
 
 def test_every_page_of_the_site_is_scanned_generated_or_the_results_log():
@@ -69,19 +70,17 @@ def is_generated(page):
     return head.startswith("<!-- Written by ")
 
 
-def test_claims_of_documents_that_are_not_scanned_are_none():
-    assert {claim.document for claim in REGISTRY.claims} <= set(scanned_documents(REGISTRY, ROOT))
-
-
 def test_quick_forms_are_used_and_take_less_than_five_minutes():
     used = {claim.quick for claim in REGISTRY.claims if claim.quick is not None}
 
     assert used == set(REGISTRY.quick)
     assert sum(form.duration_s for form in REGISTRY.quick.values()) < 300
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "\nclaims: setup\n\tPYTHONPATH=src:. $(BIN)/python -m benchmarks.claims" in makefile
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_script_prints_one_json_object_at_the_end(script):
+def test_script_prints_one_json_object_and_its_commands_exist(script):
     text = script.read_text(encoding="utf-8")
 
     assert os.access(script, os.X_OK)
@@ -89,11 +88,8 @@ def test_script_prints_one_json_object_at_the_end(script):
     assert "set -euo pipefail" in text
     said = " ".join(text.replace("#", " ").split())
     assert re.search(r"Last line( of output)?: one JSON object", said)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_command_of_a_script_exists_with_its_options(script):
-    text = script.read_text(encoding="utf-8").replace("\\\n", " ")
+    # its commands exist with their options
+    text = text.replace("\\\n", " ")
     found = re.findall(r"-m (quire|benchmarks[.\w]*)((?: [\w.-]+| \S+=\S*)*)", text)
 
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
@@ -120,9 +116,3 @@ def test_unknown_command_and_option_of_a_script_are_found():
     assert unknown_words(PROGRAMS["benchmarks"], ["qant", "--json"]) == ["qant"]
     assert unknown_words(PROGRAMS["benchmarks"], ["quant", "--jsn"]) == ["--jsn"]
     assert unknown_words(PROGRAMS["quire"], ["eval", "run", "m", "--tasks", "kv"]) == []
-
-
-def test_make_target_runs_the_claims():
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-
-    assert "\nclaims: setup\n\tPYTHONPATH=src:. $(BIN)/python -m benchmarks.claims" in makefile

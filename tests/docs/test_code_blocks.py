@@ -1,8 +1,9 @@
-"""Code blocks of documents run, or are listed below with the reason why they cannot."""
+"""Code blocks of documents run or have a reason why not, and their commands are accepted."""
 
 import doctest
 import json
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -10,8 +11,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import typer
 import yaml
 
+from quire.cli.command import UsageError
+from quire.cli.main import app
 from quire.errors import ModelError
 from quire.layout.packaged import SMOLLM2
 from quire.models.source import find_model
@@ -60,9 +64,7 @@ def pages_with(language: str) -> list[Path]:
 @pytest.mark.parametrize("path", pages_with("python"), ids=name)
 def test_every_python_block_is_tested_or_an_exception(path: Path) -> None:
     exceptions = [text for text, _ in NOT_RUN.get(name(path), ())]
-    untested = [
-        (above, code) for above, code in blocks(path, "python") if "<!-- tested: " not in above
-    ]
+    untested = [found for found in blocks(path, "python") if "<!-- tested: " not in found[0]]
 
     for above, code in untested:
         assert any(text in above + code for text in exceptions), f"not tested:\n{code}"
@@ -70,7 +72,10 @@ def test_every_python_block_is_tested_or_an_exception(path: Path) -> None:
         assert any(text in above + code for above, code in untested), f"no such block: {text}"
 
 
-def test_exceptions_name_pages() -> None:
+def test_blocks_are_found_and_exceptions_name_pages() -> None:
+    least = {"python": 18, "pycon": 26, "json": 5, "toml": 3, "yaml": 3}
+    for language, count in least.items():
+        assert sum(len(list(blocks(path, language))) for path in PAGES) >= count
     assert NOT_RUN.keys() <= {name(path) for path in PAGES}
 
 
@@ -88,12 +93,7 @@ def needs_smollm2(path: Path) -> bool:
     ],
     ids=name,
 )
-def test_blocks_of_a_page_print_the_shown_output(
-    path: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_blocks_of_a_page_print_the_shown_output(path: Path, tmp_path: Path, capsys, monkeypatch):
     """Blocks of a page run in one namespace, in their order and in an empty folder."""
     from quire.policies import registry
 
@@ -143,14 +143,57 @@ def test_blocks_of_data_can_be_read(language: str, path: Path) -> None:
         READERS[language](code)
 
 
-def test_blocks_are_found() -> None:
-    counts = {
-        language: sum(len(list(blocks(path, language))) for path in PAGES)
-        for language in ("python", "pycon", "json", "toml", "yaml")
-    }
+# the results log has commands of the commit of each entry
+TEXTS = [path for path in sorted(ROOT.glob("docs/**/*.md")) if path.name != "log.md"]
+SHELLS = {"", "text", "sh", "console", "bash"}
+END_OF_COMMAND = {"|", ">", ">>", "&", "&&", ";"}
 
-    assert counts["python"] >= 18
-    assert counts["pycon"] > 25
-    assert counts["json"] >= 5
-    assert counts["toml"] >= 3
-    assert counts["yaml"] >= 3
+
+def shell_lines(text: str) -> Iterator[str]:
+    """Lines of blocks that may contain commands; a line that ends with a backslash continues."""
+    language = None
+    for line in text.replace("\\\n", " ").splitlines():
+        fence = re.match(r"\s*```(\w*)", line)
+        if fence:
+            language = fence[1] if language is None else None
+        elif language in SHELLS:
+            yield line.strip().removeprefix("$ ")
+
+
+def commands(path: Path) -> Iterator[list[str]]:
+    for line in shell_lines(path.read_text(encoding="utf-8")):
+        if line.startswith("quire "):
+            words = shlex.split(line, comments=True)
+            ends = [number for number, word in enumerate(words) if word in END_OF_COMMAND]
+            yield words[1 : min(ends, default=len(words))]
+
+
+def parse(words: list[str]) -> None:
+    """Parse a command line without running the command."""
+    command, context = typer.main.get_command(app), None
+    while hasattr(command, "resolve_command"):
+        context = command.make_context("quire", words, parent=context)
+        name, command, words = command.resolve_command(context, words)
+    assert command is not None
+    assert context is not None
+    command.make_context(name, words, parent=context)
+
+
+@pytest.mark.parametrize(
+    "path", [*TEXTS, ROOT / "README.md"], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_commands_in_documents_are_accepted(path: Path) -> None:
+    for words in commands(path):
+        try:
+            parse(words)
+        except typer.Exit:  # --help and --version
+            continue
+        except UsageError as error:
+            pytest.fail(f"quire {' '.join(words)}: {error.format_message()}")
+
+
+def test_commands_are_found_and_unknown_options_refused() -> None:
+    assert len([words for path in TEXTS for words in commands(path)]) > 15
+
+    with pytest.raises(UsageError):
+        parse(["plan", "quire-tiny", "--no-such-option", "1"])

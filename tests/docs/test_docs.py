@@ -2,12 +2,17 @@
 
 import doctest
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from quire.config.generation_request import GenerationRequest
+from quire.scheduler.events import KEPT_EVENTS, KINDS
+from support import engines
+from support.ledger_sums import check_sums
 from support.snippets import ROOT
 
 DOCS = ROOT / "docs"
@@ -24,24 +29,19 @@ def generate() -> ModuleType:
     return module
 
 
-def test_generated_documents_are_current(
-    generate: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generated_documents_are_current(generate, capsys) -> None:
     stale = generate.main(["--check"])
 
     assert stale == 0, capsys.readouterr().out
 
 
-def test_changed_document_is_stale(
-    generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_document_is_stale(generate, tmp_path: Path, monkeypatch) -> None:
     path = Path("docs/reference/policies.md")
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_text(generate.HEADER + generate.policies() + "more\n")
     monkeypatch.setattr(generate, "ROOT", tmp_path)
-    monkeypatch.setattr(
-        generate, "documents", lambda: [(path, generate.HEADER + generate.policies())]
-    )
+    made = generate.HEADER + generate.policies()
+    monkeypatch.setattr(generate, "documents", lambda: [(path, made)])
 
     assert generate.main(["--check"]) == 1
     assert generate.main([]) == 0
@@ -54,19 +54,8 @@ def test_only_the_text_between_marks_is_generated(generate: ModuleType) -> None:
     filled = generate.fill(text)
 
     source = (ROOT / "src/quire/policies/recent.py").read_text(encoding="utf-8")
-    assert filled == (
-        f"before\n<!-- generated: recent -->\n```python\n{source}```\n<!-- end -->\nafter\n"
-    )
-
-
-def test_every_command_has_its_help_in_the_reference() -> None:
-    from quire.cli.main import app
-
-    reference = (DOCS / "reference" / "cli.md").read_text(encoding="utf-8")
-    names = [c.callback.__name__.replace("_", "-") for c in app.registered_commands]
-
-    assert len(names) >= 5
-    assert [name for name in names if f"\n## quire {name}\n" not in reference] == []
+    code = f"<!-- generated: recent -->\n```python\n{source}```\n<!-- end -->"
+    assert filled == f"before\n{code}\nafter\n"
 
 
 def test_every_path_of_the_server_is_in_the_reference() -> None:
@@ -93,12 +82,8 @@ def test_every_path_of_the_server_is_in_the_reference() -> None:
 @pytest.mark.parametrize(
     ("page", "examples"),
     [
-        ("memory.md", 20),
-        ("maximize-batch.md", 11),
-        ("tenants.md", 20),
-        ("eviction.md", 7),
-        ("kv-offload.md", 17),
-        ("weights.md", 7),
+        *(("memory.md", 20), ("maximize-batch.md", 11), ("tenants.md", 20)),
+        *(("eviction.md", 7), ("kv-offload.md", 17), ("weights.md", 7)),
     ],
 )
 def test_doctests_of_a_page_pass(page: str, examples: int) -> None:
@@ -124,3 +109,51 @@ def test_links_between_documents_are_valid(path: Path) -> None:
 def _anchors(path: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+LEDGER = (ROOT / "docs" / "ledger.md").read_text(encoding="utf-8")
+SNAPSHOT, EVENT = (
+    json.loads(block) for block in re.findall(r"```json\n(.*?)```", LEDGER, re.DOTALL)
+)
+
+
+def names(value):
+    """The names of all fields, without those that are data (codecs, reference counts)."""
+    if isinstance(value, list):
+        return names(value[0]) if value else {}
+    if isinstance(value, dict):
+        return {key: {} if key in ("codec", "references") else names(value[key]) for key in value}
+    return {}
+
+
+def test_snapshot_sums_are_consistent():
+    check_sums(SNAPSHOT)
+
+    extents = [extent for row in SNAPSHOT["requests"] for extent in row["extents"]]
+    assert {extent["sharing"] for extent in extents} == {"private", "shared"}
+    assert SNAPSHOT["axes"]["owner"]["prefix_cache"] > 0
+
+
+def test_snapshot_has_the_fields_of_the_engines_ledger():
+    model = engines.load("llama")
+    engine = engines.engine_for(model, room=2, longest=40, page_tokens=4)
+    engine.submit(GenerationRequest([3] * 20, engines.greedy(8)))
+    engine.step()
+
+    real, shown = names(engine.ledger()), names(SNAPSHOT)
+
+    assert list(real) == list(shown)
+    for part in ("requests", "tenants", "host"):
+        assert real[part] == shown[part]
+    for axis in ("location", "owner"):
+        assert real["axes"][axis] == shown["axes"][axis]
+    assert list(real["axes"]) == list(shown["axes"])
+
+
+def test_every_kind_of_event_has_a_row():
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", LEDGER, re.MULTILINE)
+    documented = [kind for row in rows for kind in re.findall(r"\w+", row)]
+
+    assert tuple(documented) == KINDS
+    assert EVENT["kind"] in KINDS
+    assert f"newest of {KEPT_EVENTS:,} stored events" in LEDGER

@@ -69,9 +69,8 @@ def test_quire_cache(run) -> None:
 def test_offline_batch(run) -> None:
     printed = run("offline_batch.py")
 
-    assert [line.split()[0] for line in printed.splitlines()[-8:]] == [
-        f"chapter-{number}" for number in range(1, 9)
-    ]
+    chapters = [line.split()[0] for line in printed.splitlines()[-8:]]
+    assert chapters == [f"chapter-{number}" for number in range(1, 9)]
 
 
 @pytest.mark.slow
@@ -93,9 +92,8 @@ def test_kvpress_port(run) -> None:
 def test_every_example_has_a_test() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
 
-    assert names == {
-        name.removeprefix("test_") for name in globals() if name.startswith("test_")
-    } - {"every_example_has_a_test", "notebooks_run"}
+    tests = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert names == tests - {"every_example_has_a_test", "notebooks_run"}
 
 
 @pytest.mark.slow
@@ -105,9 +103,8 @@ def test_notebooks_run(notebook: Path, tmp_path: Path) -> None:
     shutil.copy(notebook, tmp_path)
     cells = nbformat.read(notebook, as_version=4)
 
-    nbclient.NotebookClient(
-        cells, timeout=120, resources={"metadata": {"path": tmp_path}}
-    ).execute()
+    resources = {"metadata": {"path": tmp_path}}
+    nbclient.NotebookClient(cells, timeout=120, resources=resources).execute()
 
 
 def kv_bytes(line: str) -> int:

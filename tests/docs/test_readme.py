@@ -18,17 +18,12 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 FEATURES = (ROOT / "docs/features.md").read_text(encoding="utf-8")
 
 
-def test_readme_shows_the_output_of_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_shows_the_output_of_its_eight_lines(capsys: pytest.CaptureFixture[str]) -> None:
     [snippet] = snippets(ROOT / "README.md")
 
     exec(snippet.code, {"__name__": "readme"})
 
     assert capsys.readouterr().out == snippet.output
-
-
-def test_readme_code_has_eight_lines() -> None:
-    [snippet] = snippets(ROOT / "README.md")
-
     assert len([line for line in snippet.code.splitlines() if line]) == 8
 
 
@@ -87,35 +82,26 @@ def test_commands_and_client_of_the_server_run(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == answer + "\n"
 
 
-def test_readme_names_the_make_targets() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-
-    for target in ("demo", "test"):
-        assert f"make {target}" in README
-        assert f"\n{target}: setup\n" in makefile
-
-
-def test_features_name_every_tested_architecture() -> None:
+def test_features_name_every_tested_architecture_and_only_refused_ones_as_refused() -> None:
     [row] = [line for line in FEATURES.splitlines() if "equal to Transformers in tests" in line]
 
     named = set(row.split("`")[1::2])
 
     tested = zoo.ARCHITECTURES | zoo.OWN_ATTENTION | zoo.LATENT
     assert named == {make().model_type for make in tested.values()}
-
-
-def test_features_list_only_refused_models_as_refused() -> None:
     [row] = [line for line in FEATURES.splitlines() if "refused with the reason" in line]
-
-    named = row.split("`")[1::2]
-
-    assert len(named) >= 5
-    assert set(named) <= set(REFUSED)
+    refused = row.split("`")[1::2]
+    assert len(refused) >= 5
+    assert set(refused) <= set(REFUSED)
 
 
-def test_readme_names_the_guides_of_the_first_hour() -> None:
+def test_readme_names_make_targets_and_the_guides_of_the_first_hour() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     pages = ("scale", "guides/troubleshooting", "guides/evaluate", "guides/from-other-engines")
 
+    for target in ("demo", "test"):
+        assert f"make {target}" in README
+        assert f"\n{target}: setup\n" in makefile
     for page in (*pages, "tiers", "glossary"):
         assert re.search(rf"\(docs/{page}\.md[#)]", README), page
     assert "`quire doctor`" in README

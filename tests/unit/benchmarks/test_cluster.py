@@ -1,21 +1,10 @@
-"""`python -m benchmarks cluster`: the loads it simulates, and its output."""
-
-import json
+"""`python -m benchmarks cluster`: the loads it simulates."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
-from benchmarks.cluster.parts import PARTS
-from benchmarks.cluster.runs import (
-    QUICK_CLUSTER,
-    ClusterBenchConfig,
-    at_load,
-    for_replicas,
-    one_machine,
-)
+from benchmarks.cluster.runs import ClusterBenchConfig, at_load, for_replicas, one_machine
 from support.sim_traces import request, trace
 
 TALK = trace(*(request(i, i * 0.5, 9, 20, shared=[(0, 32), (1 + i % 8, 32)]) for i in range(1, 41)))
@@ -50,33 +39,6 @@ def test_one_machine_has_everything_of_all_replicas():
     assert all_of_them.kv.memory == 4 * one.kv.memory
     assert all_of_them.rates.flops_per_s == 4 * one.rates.flops_per_s
     assert all_of_them.schedule.max_num_seqs == 4 * one.schedule.max_num_seqs
-
-
-@pytest.mark.slow
-def test_quick_run_prints_tables_and_supports_no_claims():
-    done = CliRunner().invoke(app, ["cluster", "--quick", "--requests", "12", "--json"])
-    run = json.loads(done.stdout.splitlines()[-1])
-
-    assert done.exit_code == 0
-    assert run["claims"] == {}
-    assert list(run["arms"]) == list(PARTS)
-    assert 0 <= run["quick_figures"]["moderate_kv_aware_hit_fraction"] < 1
-    assert len(run["arms"]["scale"]["tables"][0]["rows"]) == 3 * len(QUICK_CLUSTER.sizes)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (("--loads", "1"), "expected two loads above 0"),
-        (("--loads", "1,x"), "got '1,x' (--loads)"),
-        (("--replicas", "1,6"), "expected powers of two"),
-    ],
-)
-def test_invalid_options_are_refused(option, message):
-    done = CliRunner().invoke(app, ["cluster", "--parts", "pool", *option])
-
-    assert done.exit_code == 2
-    assert message in " ".join(done.stderr.split())
 
 
 def test_scaled_lengths_have_scaled_memory_blocks_and_times():

@@ -1,15 +1,21 @@
-"""Presses of kvpress on a leaderboard, with a process that stands in for kvpress's environment."""
+"""Presses of kvpress on a leaderboard, and the process that runs them, with stand-ins for it."""
 
 import json
 import os
+import re
 import sys
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import DynamicCache
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
+from benchmarks.kvpress import worker as worker_module
 from benchmarks.kvpress.run import (
     CHECKED_PROMPTS,
     KVPRESS,
@@ -19,12 +25,12 @@ from benchmarks.kvpress.run import (
     chosen_presses,
     entry_of,
     frees_memory,
-    left_out,
     press_lines,
     removed_of,
     result_of,
     spec_of,
 )
+from benchmarks.kvpress.worker import Presses, Worker, stored_bytes
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
@@ -36,21 +42,15 @@ from quire.evals.pace import Pace
 from quire.evals.suite.cells import CellFolder
 from quire.evals.suite.engines import Engines
 from quire.evals.suite.registry import task_of
-from support import press_stub
+from support import press_stub, zoo
 
 SNAP = {"name": "SnapKVPress", "options": {"window_size": 16}}
 TASK, COUNT = "repeats", 3
 TESTED = ("KnormPress", "MaskPress", "WrongPress", "RefusedPress")
 KV = KVConfig(memory="8MiB")
 GRID = Grid(rules=("full",), budgets=("50%", "25%"), schedules=("prefill_end",), codecs=("none",))
-CONFIG = BoardConfig(
-    entries=GRID.entries(),
-    tasks=(task_of(TASK),),
-    tokens=200,
-    count=COUNT,
-    seeds=(1,),
-    sanity=False,
-)
+SIZES = {"tokens": 200, "count": COUNT, "seeds": (1,), "sanity": False}
+CONFIG = BoardConfig(entries=GRID.entries(), tasks=(task_of(TASK),), **SIZES)
 ABOUT = {"folder": "model", "dtype": "float32", "device": "cpu", "threads": 1}
 
 
@@ -64,15 +64,8 @@ def llm():
 @pytest.fixture(scope="module")
 def full(llm, tmp_path_factory):
     """The leaderboard without presses, its prompts, and the runner that made them."""
-    engines = Engines(lambda kv: llm)
-    runner = BoardRunner(
-        engines,
-        KV,
-        CONFIG,
-        identity=(),
-        stored=CellFolder(tmp_path_factory.mktemp("board")),
-        pace=Pace(),
-    )
+    stored, engines = CellFolder(tmp_path_factory.mktemp("board")), Engines(lambda kv: llm)
+    runner = BoardRunner(engines, KV, CONFIG, identity=(), stored=stored, pace=Pace())
     return runner.run(), runner
 
 
@@ -95,31 +88,22 @@ def outputs_of(llm, board, runner, *, changed: bool = False) -> dict[str, list[i
     return found
 
 
-def with_presses(llm, full, folder, presses=TESTED, python=None):
-    return run_presses(llm, full, folder, presses, python)[0]
-
-
-def run_presses(llm, full, folder, presses=TESTED, python=None):
+def run_presses(llm, full, folder, python=None):
     """The leaderboard with presses, and what is known about their environment."""
     board, runner = full
     python = python or stub(folder, outputs_of(llm, board, runner))
     with PressProcess(python, ABOUT) as process:
-        press_runner = PressRunner(
-            process,
-            llm,
-            CONFIG,
-            presses,
-            grid=GRID,
-            samples=runner.samples,
-            identity=(),
-            stored=CellFolder(folder),
-            report=lambda line: None,
-        )
+        options = {"grid": GRID, "samples": runner.samples, "identity": ()}
+        options |= {"stored": CellFolder(folder), "report": lambda line: None}
+        press_runner = PressRunner(process, llm, CONFIG, TESTED, **options)
         return press_runner.run(board), press_runner.about
 
 
-def jobs(folder: Path) -> list[str]:
-    return (folder / "log").read_text().splitlines()
+@pytest.fixture(scope="module")
+def pressed(llm, full, tmp_path_factory):
+    """The same of working presses, and the folder of their environment."""
+    folder = tmp_path_factory.mktemp("pressed")
+    return *run_presses(llm, full, folder), folder
 
 
 def test_text_of_a_press_has_nested_presses_and_typed_values():
@@ -130,67 +114,43 @@ def test_text_of_a_press_has_nested_presses_and_typed_values():
         "options": {"press": SNAP, "alpha_safeguard": 0.5, "a": True, "b": "key"},
     }
     assert all(spec_of(text)["name"] for text in PRESSES)
-
-
-@pytest.mark.parametrize("text", ["Snap KV", "SnapKVPress:window_size", "A:press=(B:(c=1)"])
-def test_invalid_text_of_a_press_is_refused(text):
-    with pytest.raises(ConfigError, match=r"expected|parentheses"):
-        chosen_presses(text, ("25%",))
+    for text in ("Snap KV", "SnapKVPress:window_size", "A:press=(B:(c=1)"):
+        with pytest.raises(ConfigError, match=r"expected|parentheses"):
+            chosen_presses(text, ("25%",))
 
 
 def test_cap_becomes_the_fraction_that_is_removed():
     assert removed_of("25%") == 0.75
-    assert removed_of("100%") == 0.0
     assert str(entry_of("KnormPress", "25%", "prefill_end")) == "kvpress/KnormPress 25% prefill_end"
-    assert entry_of("KnormPress", "25%", "prefill_end").evict == ""
-
-
-@pytest.mark.parametrize("budget", ["64", "0%", "2MiB", "101%", "x%"])
-def test_other_caps_than_fractions_are_refused(budget):
-    with pytest.raises(ConfigError, match=f"fractions of the prompt.*{budget!r}"):
-        chosen_presses("KnormPress", (budget,))
-
-
-def test_presses_that_are_not_run_have_a_reason():
-    found = left_out(["KnormPress", "DMSPress", "TOVAPress"], ["KnormPress"])
-
-    assert found == {
-        "DMSPress": "set a threshold, not a budget",
-        "TOVAPress": "not among --presses",
-    }
+    for budget in ("64", "0%", "2MiB", "101%", "x%"):
+        with pytest.raises(ConfigError, match=f"fractions of the prompt.*{budget!r}"):
+            chosen_presses("KnormPress", (budget,))
 
 
 def test_python_without_kvpress_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"got .*: ModuleNotFoundError: No module named 'kvpress'"
-    ):
+    reason = r"got .*: ModuleNotFoundError: No module named 'kvpress'"
+    with pytest.raises(ConfigError, match=reason):
         PressProcess(Path(sys.executable), ABOUT)
 
 
-def test_presses_become_rows_and_those_that_differ_at_ratio_0_are_refused(llm, full, tmp_path):
-    board = with_presses(llm, full, tmp_path)
-
+def test_presses_become_rows_and_those_that_differ_at_ratio_0_are_refused(pressed):
+    board, _, folder = pressed
     result = result_of(board)
     rows = {(row.entry.rule, row.entry.budget): row for row in result.rows}
-    assert {key for key in rows if key[0] != "full"} == {
-        (f"{KVPRESS}/{name}", budget)
-        for name in ("KnormPress", "MaskPress")
-        for budget in ("50%", "25%")
-    }
+    found = {f"{rule} {budget}" for rule, budget in rows if rule != "full"}
+    assert found == {f"{KVPRESS}/{n}Press {b}" for n in ("Knorm", "Mask") for b in ("50%", "25%")}
     row, masked = rows[f"{KVPRESS}/KnormPress", "25%"], rows[f"{KVPRESS}/MaskPress", "25%"]
     assert (row.visible, masked.visible) == (0.25, 0.25)
     assert row.quality.mean == 0.0  # the stub's output for a removed token is wrong
     assert frees_memory(row)
     assert not frees_memory(masked)
     assert not frees_memory(result.reference)
-    refused = {str(key): why for key, why in board.refused.items()}
-    assert refused == {
-        f"{KVPRESS}/WrongPress 50%,25% prefill_end": (
-            "at a compression ratio of 0 its scores of repeats are not full KV's"
-        ),
-        f"{KVPRESS}/RefusedPress 50%,25% prefill_end": "AssertionError: too short",
+    wrong, refused = (f"{KVPRESS}/{n}Press 50%,25% prefill_end" for n in ("Wrong", "Refused"))
+    assert {str(key): why for key, why in board.refused.items()} == {
+        wrong: "at a compression ratio of 0 its scores of repeats are not full KV's",
+        refused: "AssertionError: too short",
     }
-    assert jobs(tmp_path)[:3] == [
+    assert (folder / "log").read_text().splitlines()[:3] == [
         f" 0.0 prefill_end {COUNT}",
         f"KnormPress 0.0 prefill_end {CHECKED_PROMPTS}",
         f"KnormPress 0.5 prefill_end {COUNT}",
@@ -201,13 +161,12 @@ def test_environment_with_other_scores_than_full_kv_is_refused(llm, full, tmp_pa
     python = stub(tmp_path, outputs_of(llm, *full, changed=True))
 
     with pytest.raises(ConfigError, match=r"task 'repeats' as full KV does \(1\), got 0 without"):
-        with_presses(llm, full, tmp_path, python=python)
+        run_presses(llm, full, tmp_path, python)
 
 
-def test_pages_show_which_presses_free_memory(llm, full, tmp_path):
-    board, about = run_presses(llm, full, tmp_path)
+def test_pages_show_which_presses_free_memory_and_compare_rules(pressed):
+    board, about, _ = pressed
     result = result_of(board)
-
     section = list(press_lines(result.rows, about))
     text = page(result, "quire-tiny", has_chart=False, section=section)
 
@@ -221,20 +180,12 @@ def test_pages_show_which_presses_free_memory(llm, full, tmp_path):
     assert "| `kvpress/KnormPress` | 25% | prefill_end | `none` | 0.000" in text
     assert b"kvpress, prefill_end" in chart(result)
 
-
-def test_rules_and_presses_of_the_same_method_are_compared(llm, full, tmp_path):
-    board, about = run_presses(llm, full, tmp_path)
-    result = result_of(board)
     [press] = [row for row in result.rows if str(row.entry) == "kvpress/KnormPress 50% prefill_end"]
-    entries = (
-        entry_of("TOVAPress", "50%", "prefill_end"),
-        BoardEntry("tova", "50%", "prefill_end", "none"),
-        entry_of("KeyDiffPress", "50%", "prefill_end"),
-        BoardEntry("keydiff", "50%", "prefill_end", "none"),
-        BoardEntry("sinks", "50%", "prefill_end", "none"),
-    )
+    entries = [entry_of(name, "50%", "prefill_end") for name in ("TOVAPress", "KeyDiffPress")]
+    rules = ("sinks", "keydiff", "tova")
+    entries += [BoardEntry(name, "50%", "prefill_end", "none") for name in rules]
     rows = [replace(press, entry=entry) for entry in entries]
-    rows[-2] = replace(rows[-2], scores={TASK: 0.5})
+    rows[3] = replace(rows[3], scores={TASK: 0.5})
 
     text = "\n".join(press_lines([*result.rows, *rows], about))
 
@@ -243,17 +194,14 @@ def test_rules_and_presses_of_the_same_method_are_compared(llm, full, tmp_path):
     assert "The same method" not in "\n".join(press_lines(result.rows, about))
 
 
-def test_rows_of_another_run_are_added_if_full_kv_is_the_same(llm, full, tmp_path):
-    board, _ = full
-    plain = BoardResult.of(board)
-    pressed = result_of(with_presses(llm, full, tmp_path))
-    stored = BoardResult.stored(
-        json.loads(json.dumps({"arms": pressed.arms(), "config": pressed.options()}))
-    )
+def test_rows_of_another_run_are_added_if_full_kv_is_the_same(full, pressed):
+    plain, result = BoardResult.of(full[0]), result_of(pressed[0])
+    written = json.dumps({"arms": result.arms(), "config": result.options()})
+    stored = BoardResult.stored(json.loads(written))
 
     joined = plain.joined(stored)
 
-    assert joined.arms() == pressed.arms() == stored.arms()
+    assert joined.arms() == result.arms() == stored.arms()
     assert joined.joined(stored).arms() == joined.arms()  # not twice
     with pytest.raises(ConfigError, match="rows of another source, got one without"):
         plain.joined(plain)
@@ -261,15 +209,12 @@ def test_rows_of_another_run_are_added_if_full_kv_is_the_same(llm, full, tmp_pat
         plain.joined(replace(stored, tokens=512))
 
 
-SMALL = (
-    *("kvpress", "quire-tiny", "--kv-memory", "8MiB", "--dtype", "float32", "--tasks", "repeats"),
-    *("--budgets", "50%", "--schedules", "prefill_end", "--num-prompts", "3", "--seeds", "1"),
-    *("--tokens", "200", "--json"),
-)
+SMALL = """kvpress quire-tiny --kv-memory 8MiB --dtype float32 --tasks repeats --budgets 50%
+    --schedules prefill_end --num-prompts 3 --seeds 1 --tokens 200 --json"""
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(app, [*SMALL, *map(str, arguments)])
+    return CliRunner().invoke(app, [*SMALL.split(), *map(str, arguments)])
 
 
 def test_the_command_writes_rows_that_a_leaderboard_takes(llm, full, tmp_path):
@@ -285,45 +230,208 @@ def test_the_command_writes_rows_that_a_leaderboard_takes(llm, full, tmp_path):
     assert stored["arms"] == result["arms"]
 
 
-def test_options_of_the_command_are_refused_before_a_cell_runs(tmp_path):
-    missing = invoke("--python", tmp_path / "python", "--out", tmp_path)
-    cap = invoke("--budgets", "64", "--python", "python", "--out", tmp_path)
-
-    assert missing.exit_code == cap.exit_code == 2
-    assert f"got {tmp_path / 'python'}: No such file" in " ".join(missing.stderr.split())
-    assert "fractions of the prompt" in cap.stderr
-    assert not list(tmp_path.iterdir())
-
-
 KVPRESS_PYTHON = os.environ.get("QUIRE_KVPRESS_PYTHON")
 REAL = "KnormPress;AdaKVPress:press=(KeyDiffPress);SnapKVPress:window_size=16;NopePress"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    KVPRESS_PYTHON is None, reason="QUIRE_KVPRESS_PYTHON names no environment with kvpress"
-)
+@pytest.mark.skipif(KVPRESS_PYTHON is None, reason="QUIRE_KVPRESS_PYTHON is not set")
 def test_presses_of_kvpress_become_rows(tmp_path):
     schedules = ("--schedules", "prefill_end,prefill_and_decode")
     run = invoke("--python", KVPRESS_PYTHON, "--presses", REAL, *schedules, "--out", tmp_path)
 
     assert run.exit_code == 0, run.stderr
     result = json.loads(run.stdout.splitlines()[-1])
-    rows = {
-        (row["entry"]["rule"], row["entry"]["schedule"]): row
-        for row in result["arms"]["rows"]
-        if row["entry"]["source"] == "kvpress"
-    }
+    found = [row for row in result["arms"]["rows"] if row["entry"]["source"] == "kvpress"]
+    rows = {(row["entry"]["rule"], row["entry"]["schedule"]): row for row in found}
     knorm = rows["kvpress/KnormPress", "prefill_end"]
     masks = rows["kvpress/AdaKVPress:press=(KeyDiffPress)", "prefill_end"]
     assert ("kvpress/KnormPress", "prefill_and_decode") in rows
     assert result["claims"]["kvpress_entries"] == len(rows) == 5
-    assert knorm["visible"] == pytest.approx(0.5, abs=0.01)
-    assert masks["visible"] == pytest.approx(0.5, abs=0.01)
+    assert knorm["visible"] == pytest.approx(0.5, abs=0.01) == masks["visible"]
     assert knorm["retained_share"] < 0.55 < masks["retained_share"]
-    assert result["arms"]["presses"]["versions"]["kvpress"]
-    refused = result["arms"]["refused"]
-    [nope] = {why for entry, why in refused.items() if "NopePress" in entry}
-    assert nope == "ValueError: this version of kvpress has no press 'NopePress'"
-    snap = refused["kvpress/SnapKVPress:window_size=16 50% prefill_and_decode"]
-    assert snap == "AssertionError: Query length 1 should be greater than the window size 16"
+    refused = " ".join(result["arms"]["refused"].values())
+    assert "ValueError: this version of kvpress has no press 'NopePress'" in refused
+    assert "AssertionError: Query length 1 should be greater than the window size 16" in refused
+
+
+PROMPT = list(range(3, 15))
+
+
+def cache_of(kwargs):
+    """The cache of a layer's arguments, whose name depends on the version of Transformers."""
+    return kwargs.get("past_key_values", kwargs.get("cache"))
+
+
+class BasePress:
+    """Keeps the last keys of each layer in the prefill."""
+
+    def __init__(self, compression_ratio: float = 0.0) -> None:
+        self.compression_ratio = compression_ratio
+
+    def kept(self, length: int) -> int:
+        return int(length * (1 - self.compression_ratio))
+
+    def stored(self, last: torch.Tensor) -> torch.Tensor:
+        return last.clone()
+
+    def hook(self, module, inputs, kwargs, output):
+        layer = cache_of(kwargs).layers[module.layer_idx]
+        kept = self.kept(layer.keys.shape[2])
+        layer.keys = self.stored(layer.keys[:, :, -kept:])
+        layer.values = self.stored(layer.values[:, :, -kept:])
+        return output
+
+    @contextmanager
+    def __call__(self, model):
+        hooks = [
+            layer.self_attn.register_forward_hook(self.hook, with_kwargs=True)
+            for layer in model.model.layers
+        ]
+        yield
+        for hook in hooks:
+            hook.remove()
+
+
+class ViewPress(BasePress):
+    """The same, but holds the memory of all keys."""
+
+    def stored(self, last: torch.Tensor) -> torch.Tensor:
+        return last
+
+
+class MaskPress(BasePress):
+    """Marks keys in the way of kvpress, and removes none."""
+
+    def hook(self, module, inputs, kwargs, output):
+        masked = len(PROMPT) - self.kept(len(PROMPT))
+        module.masked_key_indices = (torch.zeros(masked), torch.zeros(masked), torch.zeros(masked))
+        return output
+
+
+class KeyRerotationPress(BasePress):
+    compression_ratio = 0.0
+
+    def __init__(self, press: BasePress) -> None:
+        super().__init__()
+        self.press = press
+
+
+@dataclass
+class DecodingPress(BasePress):
+    """Keeps the last keys after every token."""
+
+    base_press: BasePress
+    compression_interval: int = 512
+    target_size: int = 2048
+
+    def kept(self, length: int) -> int:
+        return min(self.target_size, length)
+
+
+CLASSES = (BasePress, ViewPress, MaskPress, KeyRerotationPress, DecodingPress)
+STUB = SimpleNamespace(version="1", **{press.__name__: press for press in CLASSES})
+
+
+def spec(name, **options):
+    return {"name": name, "options": options}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return zoo.build("llama").float().eval()
+
+
+@pytest.fixture(scope="module")
+def worker(model):
+    texts = SimpleNamespace(decode=lambda ids, **options: " ".join(map(str, ids)))
+    return Worker(Presses(STUB), model, texts)
+
+
+def job(press, removed=0.5, schedule="prefill_end", *, max_tokens=4):
+    request = {"token_ids": PROMPT, "question_tokens": 0, "max_tokens": max_tokens, "stop": []}
+    ids = {"eos_token_ids": [], "undecodable_ids": [], "requests": [request]}
+    return {"press": press, "removed": removed, "schedule": schedule, **ids}
+
+
+def output(worker, *arguments, **options):
+    [found] = worker.run(job(*arguments, **options))["outputs"]
+    return found
+
+
+def token_bytes(model):
+    """Bytes of a token in the cache of all layers."""
+    cache = DynamicCache()
+    model(torch.tensor([PROMPT]), past_key_values=cache)
+    return stored_bytes(cache) // len(PROMPT)
+
+
+def test_without_a_press_outputs_are_those_of_transformers(worker, model):
+    options = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None}
+    expected = model.generate(torch.tensor([PROMPT]), **options)
+
+    found = output(worker, None, 0.0)
+
+    assert found["token_ids"] == expected[0, len(PROMPT) :].tolist()
+    assert found["visible"] == 1.0
+    assert found["retained_bytes"] == token_bytes(model) * len(PROMPT)
+    assert found["peak_bytes"] == token_bytes(model) * (len(PROMPT) + 3)
+
+
+def test_press_that_frees_has_fewer_bytes_and_the_peak_of_one_whole_layer(worker, model):
+    found = output(worker, spec("ViewPress"))
+    freed = output(worker, spec("KeyRerotationPress", press=spec("ViewPress")), 0.5)
+
+    all_bytes = token_bytes(model) * len(PROMPT)
+    assert found["retained_bytes"] == all_bytes  # a view holds the memory of all keys
+    assert found["visible"] == freed["visible"] == 0.5
+    kept = token_bytes(model) * len(PROMPT) // 2
+    layers = len(model.model.layers)
+    base = SimpleNamespace(**vars(STUB), KeepPress=type("KeepPress", (BasePress,), {}))
+    found = output(Worker(Presses(base), model, None), spec("KeepPress"), max_tokens=1)
+    assert found["retained_bytes"] == kept
+    assert found["peak_bytes"] == kept + (all_bytes - kept) // layers
+
+
+def test_masked_keys_are_not_visible_and_the_next_prompt_has_none(worker, model):
+    found = output(worker, spec("MaskPress"))
+
+    assert found["retained_bytes"] == token_bytes(model) * len(PROMPT)
+    heads = model.config.num_key_value_heads
+    assert found["visible"] == pytest.approx(1 - 0.5 / heads)
+    assert output(worker, None, 0.0)["visible"] == 1.0
+
+
+def test_tokens_after_the_prompt_follow_it_unless_keys_are_rerotated(worker, model):
+    seen = []
+
+    def position(module, arguments, kwargs):
+        seen.append(kwargs["position_ids"].flatten().tolist())
+
+    hook = model.register_forward_pre_hook(position, with_kwargs=True)
+    output(worker, spec("ViewPress"), max_tokens=3)
+    output(worker, spec("KeyRerotationPress", press=spec("ViewPress")), max_tokens=3)
+    hook.remove()
+
+    n = len(PROMPT)
+    assert seen == [list(range(n)), [n], [n + 1], list(range(n)), [n // 2], [n // 2 + 1]]
+
+
+def test_decoding_press_keeps_the_cap_of_the_prompt_after_every_token(worker, model):
+    both = output(worker, spec("ViewPress"), schedule="prefill_and_decode")
+    decode = output(worker, spec("ViewPress"), schedule="decode")
+    presses = Presses(STUB).of(spec("ViewPress"), job(None, 0.75), 12)
+    pressed = Presses(STUB).of(spec("ViewPress"), job(None, 0.75, "prefill_and_decode"), 12)
+    nothing = Presses(STUB).of(spec("ViewPress"), job(None, 0.0, "prefill_and_decode"), 12)
+
+    assert both["visible"] == 0.5
+    assert decode["visible"] == 1.0
+    assert (presses.prefill.compression_ratio, presses.decode) == (0.75, None)
+    assert (pressed.decode.target_size, pressed.decode.compression_interval) == (3, 1)
+    assert pressed.decode.base_press.compression_ratio == 0.0
+    assert nothing.decode.target_size == 12 + 4
+
+
+def test_worker_imports_nothing_of_quire():
+    source = Path(worker_module.__file__).read_text(encoding="utf-8")
+    assert not re.search(r"^ *(from|import) (quire|benchmarks)", source, re.MULTILINE)

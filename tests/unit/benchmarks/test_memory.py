@@ -1,11 +1,18 @@
 """The memory benchmark: small runs of its parts, and claims computed from given inputs."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from benchmarks.memory import measured, simulated
+from benchmarks.memory.simulated import SimulatedConfig
 from quire.sim.engine import ServedTokens, SimResult
+from quire.sim.models import model_shape
 from quire.sim.records import Gauges, RequestRecord
 from quire.sim.traces.base import Trace
+from support.sim_traces import request, trace
 
 # ---- beams ---------------------------------------------------------------------------------------
 
@@ -23,15 +30,13 @@ def test_four_beams_that_fork_at_50_last_tokens_use_140_of_128_pages():
 
 
 def test_beam_claim_is_largest_ratio_with_pages_of_16():
-    def run(course: str, page_tokens: int, peak_bytes: int) -> measured.BeamRun:
-        return measured.BeamRun(
-            course=course, page_tokens=page_tokens, peak_bytes=peak_bytes, one_bytes=100
-        )
-
     runs = [
-        run(measured.FORK_ONCE, 16, 105),
-        run(measured.REORDER, 16, 109),
-        run(measured.FORK_ONCE, 64, 150),
+        measured.BeamRun(course=course, page_tokens=tokens, peak_bytes=peak, one_bytes=100)
+        for course, tokens, peak in (
+            (measured.FORK_ONCE, 16, 105),
+            (measured.REORDER, 16, 109),
+            (measured.FORK_ONCE, 64, 150),
+        )
     ]
 
     assert measured.beam_claims(runs)["beam4_memory_ratio"] == 1.09
@@ -56,21 +61,18 @@ def test_later_requests_hit_the_system_prompt():
 
 
 def test_prefix_claims_are_ratios_within_rounds():
-    def run(
-        cached: int, computed: int, peak: int, total_s: float, token: int
-    ) -> measured.PrefixRun:
-        return measured.PrefixRun(
-            shares=cached > 0,
-            cached_tokens=cached,
-            computed_tokens=computed,
-            peak_bytes=peak,
-            total_s=total_s,
-            tokens=((1,), (token,)),
-        )
-
     config = measured.PrefixConfig(sharers=2, system_tokens=100)
-    rounds = [run(90, 30, 50, 1.0, 2), run(0, 120, 100, 4.0, 2)]
-    rounds += [run(90, 30, 50, 1.0, 2), run(0, 120, 100, 2.0, 3)]
+    shared = {"shares": True, "cached_tokens": 90, "computed_tokens": 30, "peak_bytes": 50}
+    alone = {"shares": False, "cached_tokens": 0, "computed_tokens": 120, "peak_bytes": 100}
+    rounds = [
+        measured.PrefixRun(total_s=total_s, tokens=((1,), (token,)), **run)
+        for run, total_s, token in (
+            (shared, 1.0, 2),
+            (alone, 4.0, 2),
+            (shared, 1.0, 2),
+            (alone, 2.0, 3),
+        )
+    ]
 
     assert measured.prefix_claims(config, rounds) == {
         "prefix_prefill_saved_fraction": 0.9,
@@ -87,47 +89,8 @@ def test_prefix_claims_are_ratios_within_rounds():
 def test_total_time_is_the_sum_over_tokens():
     """After 0 and 1 tokens: 1 s, as at the shortest length; after 2: 2 s; after 3: 3 s."""
     assert measured.total_s({1: 1.0, 3: 3.0}, 4) == 1.0 + 1.0 + 2.0 + 3.0
-
-
-def test_speedups_are_ratios_of_whole_generations():
     times = measured.TokenTimes(without_s={2: 6.0}, with_s={2: 2.0})
-
     assert measured.generation_claims(times) == {"cache_speedup_2": 3.0}
-
-
-def test_recompute_is_measured_at_every_length():
-    config = measured.GenerationConfig(model="tiny", lengths=(8, 64), steps=2, repeats=2)
-
-    times = measured.measure_generation(config)
-
-    assert [*times.without_s] == [*times.with_s] == [8, 64]
-    assert min(*times.without_s.values(), *times.with_s.values()) > 0
-
-
-# ---- sizes of pages ------------------------------------------------------------------------------
-
-
-def test_steps_of_all_page_sizes_are_timed():
-    config = measured.PageSizesConfig(
-        sizes=(1, 16), model="tiny", rows=2, prompt_tokens=8, steps=1, repeats=3
-    )
-
-    times_s = measured.time_steps(config)
-
-    assert {size: len(steps_s) for size, steps_s in times_s.items()} == {1: 3, 16: 3}
-
-
-# ---- swap ----------------------------------------------------------------------------------------
-
-
-def test_swap_table_has_a_row_per_length():
-    config = measured.SwapConfig(
-        model="tiny", lengths=(32, 96), repeats=1, max_num_batched_tokens=64
-    )
-
-    result = measured.run_swap(config)
-
-    assert [row[0] for row in result.tables[0].rows] == [32, 96]
 
 
 # ---- fairness ------------------------------------------------------------------------------------
@@ -137,18 +100,10 @@ def run_with(queues_s: dict[str, float], served: dict[str, int]) -> SimResult:
     """A result with one request of each tenant, which waited so long."""
     result = SimResult(Trace(name="", format="", requests=()), 0, gauges=Gauges())
     for tenant, queue_s in queues_s.items():
-        result.records.append(
-            RequestRecord(
-                line=1,
-                tenant=tenant,
-                arrival_s=1.0,
-                prompt_tokens=1,
-                answer_tokens=1,
-                admitted_s=1.0 + queue_s,
-                first_token_s=9.0,
-                finish_s=9.0,
-            )
-        )
+        times = {"arrival_s": 1.0, "admitted_s": 1.0 + queue_s}
+        times |= {"first_token_s": 9.0, "finish_s": 9.0}
+        one = RequestRecord(line=1, tenant=tenant, prompt_tokens=1, answer_tokens=1, **times)
+        result.records.append(one)
     result.served = ServedTokens(served)
     result.served.tokens.update(served)
     return result
@@ -167,3 +122,127 @@ def test_fairness_claims_compare_with_the_small_tenant_alone():
         "small_tenant_p99_queue_over_limit": 0.5,
         "fairness_jain": 400**2 / (2 * (100**2 + 300**2)),
     }
+
+
+LENGTHS = ((300, 40), (5_000, 10), (700, 90), (30, 200), (90, 30), (1_200, 15))
+
+
+@pytest.fixture
+def small_traces(tmp_path: Path) -> SimulatedConfig:
+    """Eighteen conversations in one second, and nine prompts, most with a common prefix."""
+    rows = [f"2024-01-01 00:00:00.{i:02},{a},{b}" for i, (a, b) in enumerate(3 * LENGTHS)]
+    conversations = tmp_path / "few.csv"
+    conversations.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    prompts = [
+        {"timestamp": 9000 * i, "input_length": 1100, "output_length": 4, "hash_ids": [i % 2, 2, i]}
+        for i in range(3, 12)
+    ]
+    prefixes = tmp_path / "few.jsonl"
+    prefixes.write_text("\n".join(map(json.dumps, prompts)))
+    return SimulatedConfig(trace=str(conversations), prefix_trace=str(prefixes))
+
+
+def test_shipped_traces_are_complete():
+    config = SimulatedConfig()
+    azure, mooncake = config.conversations(), config.prefixes()
+
+    assert (azure.format, len(azure.requests)) == ("azure", 19_366)
+    assert (mooncake.format, len(mooncake.requests)) == ("mooncake", 2_000)
+    first = azure.requests[0]
+    assert (first.prompt_tokens, first.answer.tokens) == (374, 44)
+
+
+# ---- waste ---------------------------------------------------------------------------------------
+
+
+def test_all_stores_serve_all_workloads(small_traces):
+    runs = list(simulated.measure_waste_of_stores(simulated.WasteConfig(), small_traces))
+    claims = simulated.waste_claims(runs)
+
+    assert {(r.workload, r.store) for r in runs} == {
+        *((w, s) for w in ("real", "short") for s in ("paged", "contiguous_max")),
+        ("window", "paged"),
+    }
+    assert claims["paged_waste_fraction"] < 0.02
+    assert claims["contiguous_waste_fraction_4096"] > 0.5
+    assert claims["contiguous_dropped_4096"] == 3
+    assert claims["contiguous_dropped_own"] == 0
+    slab = next(r for r in runs if r.reserved == "4096")  # five requests of a row each
+    assert slab.end_waste_fraction < slab.waste_fraction + 0.05
+
+
+def test_requests_longer_than_a_lane_are_dropped_and_counted():
+    one = {"workload": "real", "end_waste_fraction": None, "running_mean": 1.0, "tokens_per_s": 1.0}
+    paged = {"store": "paged", "reserved": None, "reserved_tokens": None, "dropped": 0}
+    slab = {"store": "contiguous_max", "reserved": "4096", "reserved_tokens": 4096, "dropped": 3}
+    runs = [
+        simulated.StoreRun(waste_fraction=waste, **store, **one)
+        for store, waste in ((paged, 0.01), (slab, 0.75))
+    ]
+
+    assert simulated.waste_claims(runs) == {
+        "paged_waste_fraction": 0.01,
+        "contiguous_waste_fraction_4096": 0.75,
+        "contiguous_dropped_4096": 3,
+    }
+
+
+# ---- sizes of pages ------------------------------------------------------------------------------
+
+
+def test_table_fraction_counts_two_numbers_per_page_and_per_lane():
+    """One sequence of 64 tokens, 32 layers: 4 pages of 64 KiB; tables 4 * 2 + 2 numbers of 4 B."""
+    model = model_shape("llama-3.1-8b")
+    found = measured.table_fraction(model, trace(request(1, 0, 60, 4)), 16, 1)
+    assert found == (4 * 2 + 2) * 4 / (4 * 65_536)
+
+
+# ---- watermarks ----------------------------------------------------------------------------------
+
+
+def mark(per_cent: int, tokens_per_s: float, p99_s: float) -> simulated.WatermarkRun:
+    numbers = {"generated_tokens_per_s": tokens_per_s, "tpot_p99_s": p99_s}
+    return simulated.WatermarkRun(per_cent=per_cent, preempts=False, numbers=numbers)
+
+
+def test_best_watermark_has_max_throughput_then_shorter_tail():
+    runs = [mark(70, 500.0, 1.0), mark(90, 999.9, 2.0), mark(95, 1000.0, 3.0), mark(98, 800.0, 9.0)]
+
+    claims = simulated.watermark_claims([*runs, replace(mark(70, 5000.0, 1.0), preempts=True)])
+
+    assert claims["watermark_best"] == 90
+    assert claims["throughput_best_over_98"] == 999.9 / 800
+
+
+def test_all_low_watermarks_run_with_and_without_a_high_watermark(small_traces):
+    config = simulated.WatermarkConfig(per_cents=(70, 98), memory="1GiB")
+
+    runs = list(simulated.measure_watermarks(config, small_traces))
+
+    marks = [(per_cent, preempts) for preempts in (False, True) for per_cent in (70, 98)]
+    assert [(r.per_cent, r.preempts) for r in runs] == marks
+    assert runs[0].numbers["running_peak"] <= runs[1].numbers["running_peak"]
+
+
+# ---- shared prefixes, tenants --------------------------------------------------------------------
+
+
+def test_unbounded_memory_hits_all_repeated_prefixes(small_traces):
+    """Of 9 prompts 7 start with the two blocks of an earlier prompt."""
+    claims = simulated.run_reuse(simulated.ReuseConfig(memories=("1GiB",)), small_traces).claims
+
+    assert claims["mooncake_reusable_token_fraction"] == 7 * 1024 / (9 * 1100)
+    assert claims["mooncake_hit_fraction_unbounded"] == 7 * 1024 / (9 * 1100)
+    assert claims["mooncake_hit_fraction_1GiB"] <= claims["mooncake_hit_fraction_unbounded"]
+
+
+def test_fairness_table_has_rows_of_both_tenants(small_traces):
+    config = simulated.FairnessConfig(times_more=2)
+
+    result = simulated.run_fairness(config, small_traces)
+
+    assert {(row[0], row[1]) for row in result.tables[0].rows} == {
+        ("alone", "small"),
+        *((run, tenant) for run in ("flood", "drain") for tenant in ("small", "large")),
+    }
+    assert 0.5 < result.claims["fairness_jain"] <= 1

@@ -5,31 +5,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from benchmarks.common.result import PartResult
 from benchmarks.peers import part as part_module
+from benchmarks.peers.chart import PART, bars, chart_svg
 from benchmarks.peers.config import Eviction, PeersConfig, Shape, parse_shape
-from benchmarks.peers.engines import (
-    Engine,
-    chosen_engines,
-    default_quire,
-    preloaded,
-    python_of,
-    quire_engine,
-)
+from benchmarks.peers.engines import Engine, chosen_engines, default_quire, quire_engine
 from benchmarks.peers.measures import (
     Cells,
     Measures,
     build_job,
-    interleaved,
     kv_bytes_per_token,
+    max_at_once,
     measures_of,
     part_claims,
     worst_totals,
 )
-from benchmarks.peers.part import COLUMNS, Failure, PeersPart, result_of, run_worker
-from quire.errors import ConfigError, UnknownName
+from benchmarks.peers.part import COLUMNS, Failure, PeersPart, make_model, result_of, run_worker
+from benchmarks.peers.workers.llamacpp import gguf_name
+from benchmarks.peers.workers.llamacpp import interleaved as gguf_rows
+from benchmarks.peers.workers.protocol import Job
+from benchmarks.peers.workers.transformers_static import batches
+from quire.errors import UnknownName
 
 ENGINES = chosen_engines((), default_quire(), Eviction())
 
@@ -39,16 +40,10 @@ def shape(name: str) -> Shape:
 
 
 def config(folder: Path, *shapes: str, **changed: Any) -> PeersConfig:
-    made = PeersConfig(
-        models=("tiny",),
-        shapes=tuple(map(shape, shapes)),
-        engines=tuple(engine.name for engine in ENGINES),
-        environments=folder / "environments",
-        files=folder / "files",
-        repeats=2,
-        threads=1,
-    )
-    return replace(made, **changed)
+    folders = {"environments": folder / "environments", "files": folder / "files"}
+    engines = tuple(engine.name for engine in ENGINES)
+    sizes = {"models": ("tiny",), "shapes": tuple(map(shape, shapes)), "repeats": 2, "threads": 1}
+    return PeersConfig(engines=engines, **(folders | sizes | changed))
 
 
 def result(shape_: Shape, step_s: float, **changed: Any) -> dict[str, Any]:
@@ -85,20 +80,6 @@ def test_shape_names_are_parsed():
     assert fixed.is_fixed
 
 
-def test_requests_beyond_the_context_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="context of the model tiny is 1024"):
-        config(tmp_path, "1x1000+64")
-
-
-def test_interleaving_rotates_the_first_engine():
-    order = [(round_, engine.name) for round_, engine in interleaved(ENGINES[:3], 4)]
-    names = [engine.name for engine in ENGINES[:3]]
-
-    for round_ in range(4):
-        assert sorted(n for r, n in order if r == round_) == sorted(names)
-    assert [order[3 * round_][1] for round_ in range(4)] == [*names, names[0]]
-
-
 def test_engines_of_a_round_get_the_same_work(tmp_path):
     made = config(tmp_path, "2x8+4")
     jobs = [build_job(made, "tiny", made.shapes[0], engine, 1) for engine in ENGINES]
@@ -114,37 +95,16 @@ def test_engines_of_a_round_get_the_same_work(tmp_path):
     assert jobs[0]["options"] == {"flags": []}
 
 
-def test_quire_options_are_flags():
-    found = quire_engine("int8=--weight-codec int8 --evict 'recent:cap=64'")
-
-    assert found.options == {"flags": ["--weight-codec", "int8", "--evict", "recent:cap=64"]}
-    assert found.evicts
-    assert not quire_engine("quire=").evicts
-    with pytest.raises(ConfigError, match="NAME=FLAGS"):
-        quire_engine("--weight-codec int8")
-
-
-def test_engines_are_chosen_by_name():
+def test_engines_are_chosen_by_name_and_options_of_quire_are_flags():
     found = chosen_engines(("vllm", "hf_static"), default_quire(), Eviction())
 
     assert [engine.name for engine in found] == ["quire", "quire_evict", "hf_static", "vllm"]
     with pytest.raises(UnknownName, match="vlm"):
         chosen_engines(("vlm",), (), Eviction())
-    with pytest.raises(ConfigError, match="different names"):
-        chosen_engines((), (quire_engine("a="), quire_engine("a=")), Eviction())
-
-
-def test_environments_are_found_by_folder(tmp_path):
-    vllm = next(engine for engine in ENGINES if engine.name == "vllm")
-    assert python_of(vllm, tmp_path) is None
-    python = tmp_path / "vllm" / "bin" / "python"
-    library = tmp_path / "vllm" / "lib" / "libiomp5.so"
-    for path in (python, library):
-        path.parent.mkdir(parents=True)
-        path.touch()
-
-    assert python_of(vllm, tmp_path) == python
-    assert str(library) in preloaded(vllm, tmp_path)
+    own = quire_engine("int8=--weight-codec int8 --evict 'recent:cap=64'")
+    assert own.options == {"flags": ["--weight-codec", "int8", "--evict", "recent:cap=64"]}
+    assert own.evicts
+    assert not quire_engine("quire=").evicts
 
 
 def test_measures_are_computed_from_token_times():
@@ -187,18 +147,9 @@ def test_user_claims_exclude_peers_with_smaller_weights():
     """OpenVINO decodes 4 times faster with half the bytes; vLLM twice as fast with equal bytes."""
     for name, claim in (("1x8+3", "one_user"), ("8x8+3", "eight_users")):
         work = shape(name)
-        found = part_claims(
-            "125m",
-            work,
-            [
-                {
-                    "quire": measures(work, 4.0),
-                    "vllm": measures(work, 2.0),
-                    "openvino": measures(work, 1.0, weight_bytes=50),
-                }
-            ],
-            ENGINES,
-        )
+        round_ = {"quire": measures(work, 4.0), "vllm": measures(work, 2.0)}
+        round_["openvino"] = measures(work, 1.0, weight_bytes=50)
+        found = part_claims("125m", work, [round_], ENGINES)
 
         assert found.claims[f"{claim}_vs_best_peer"] == pytest.approx(0.5)
         assert found.best_peers[f"{claim}_vs_best_peer"] == "vllm"
@@ -214,11 +165,7 @@ def test_fixed_memory_claims_compare_full_with_full_and_evicting_with_evicting()
         "fixed_kv_vs_vllm": pytest.approx(4),
         "fixed_kv_vs_openvino_evicting": pytest.approx(3),
     }
-
-
-def test_an_engine_that_fails_makes_no_claim():
-    work = shape("32x8+2")
-
+    work = shape("32x8+2")  # without the others in each round
     assert part_claims("125m", work, [{"quire": measures(work, 1.0)}, {}], ENGINES).claims == {}
 
 
@@ -240,16 +187,9 @@ def made_part(tmp_path, monkeypatch):
     for name in ("prepare", "make_model"):
         monkeypatch.setattr(part_module, name, lambda *_given: None)
     settings = config(tmp_path, "2x8+3", judged_prompts=0)
-    made = PeersPart(
-        config=settings,
-        model="tiny",
-        shape=settings.shapes[0],
-        engines=ENGINES,
-        cells=Cells(tmp_path / "cells.jsonl"),
-        commit="abc",
-        show=lambda _cell: None,
-    )
-    return made, ran
+    cells, shape_ = Cells(tmp_path / "cells.jsonl"), settings.shapes[0]
+    run_of = {"model": "tiny", "shape": shape_, "commit": "abc", "show": lambda _cell: None}
+    return PeersPart(config=settings, engines=ENGINES, cells=cells, **run_of), ran
 
 
 def test_an_engine_that_fails_has_a_row_with_its_error(made_part):
@@ -282,9 +222,6 @@ def test_a_resumed_run_repeats_failed_cells_only(made_part, tmp_path):
     ran.clear()
     replace(part, cells=Cells(tmp_path / "cells.jsonl"), commit="def").run()
     assert len(ran) == 2 * 6
-    ran.clear()
-    replace(part, cells=Cells(tmp_path / "cells.jsonl"), commit="def").run()
-    assert {name for _, name in ran} == {"vllm", "llamacpp"}
 
 
 def test_result_is_the_last_json_object_of_the_output():
@@ -294,26 +231,96 @@ def test_result_is_the_last_json_object_of_the_output():
     assert failed == Failure("exit status -9: ValueError: too small")
 
 
-@pytest.mark.parametrize(
-    "python", ["#!/missing/interpreter\n", "#!/bin/sh\necho ModuleNotFoundError: x >&2; exit 1\n"]
-)
-def test_broken_environment_says_how_to_rebuild_it(python, tmp_path):
-    made = config(tmp_path, "2x8+3")
-    engine = next(engine for engine in ENGINES if engine.name == "openvino")
-    folder = made.environments / "openvino"
-    (folder / "bin").mkdir(parents=True)
-    (folder / "bin" / "python").write_text(python)
-    (folder / "bin" / "python").chmod(0o755)
-
-    found = run_worker(engine, build_job(made, "tiny", made.shapes[0], engine, 0), made)
-
-    assert isinstance(found, Failure)
-    assert f"rm -r {folder}, then make peers PEERS={made.environments}" in found.reason
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> PeersConfig:
+    folder = tmp_path_factory.mktemp("peers")
+    make_model("tiny", folder / "files")
+    folders = {"environments": folder / "environments", "files": folder / "files"}
+    sizes = {"models": ("tiny",), "shapes": (SHAPE,), "threads": 1, "timeout_s": 300}
+    return PeersConfig(engines=("quire", "hf_static"), dtype="float32", **sizes, **folders)
 
 
-def test_process_that_does_not_end_is_killed(tmp_path):
-    """`sleep 60` ignores the worker's command, which sh reads as its arguments."""
-    made = config(tmp_path, "2x8+3", timeout_s=0.2, run_under=("sh", "-c", "sleep 60"))
-    found = run_worker(ENGINES[0], build_job(made, "tiny", made.shapes[0], ENGINES[0], 0), made)
+def outputs(engine: Engine, workers: PeersConfig) -> list[list[int]]:
+    found = run_worker(engine, build_job(workers, "tiny", SHAPE, engine, 0), workers)
+    assert not isinstance(found, Failure), found.reason
+    run = measures_of(found, SHAPE, judged_prompts=3)
+    assert 0 < run.first_token_s <= run.prefill_s < run.total_s
+    assert run.weight_bytes > 0
+    assert run.peak_rss_bytes > 10 * run.weight_bytes
+    return run.judged
 
-    assert found == Failure("not finished after 0.2 s")
+
+@pytest.mark.slow
+def test_workers_of_transformers_and_quire_generate_the_same_tokens(workers):
+    [static] = chosen_engines(("hf_static",), (), Eviction())
+    quire = quire_engine("quire=--dtype float32")
+
+    assert outputs(static, workers) == outputs(quire, workers)
+
+
+def test_static_batches_fit_in_the_kv_memory(workers):
+    job: Job = build_job(workers, "tiny", SHAPE, quire_engine("quire="), 0)
+    token_bytes = 2 * job["kv_bytes_per_token"]  # float32
+
+    job["kv_bytes"] = 24 * token_bytes
+    assert batches(job) == [[0, 1], [2]]
+    job["kv_bytes"] = 36 * token_bytes
+    assert batches(job) == [[0, 1, 2]]
+    job["kv_bytes"] = 1
+    assert batches(job) == [[0], [1], [2]]
+
+
+def test_gguf_names_and_rows_are_those_of_llamacpp():
+    assert gguf_name("model.layers.11.self_attn.q_proj.weight") == "blk.11.attn_q.weight"
+    assert gguf_name("model.embed_tokens.weight") == "token_embd.weight"
+    assert gguf_name("lm_head.weight") == "output.weight"
+    # rows 0 and 2 of a head of 4 rotate together in Transformers, rows 0 and 1 in llama.cpp
+    found = gguf_rows(np.arange(8).reshape(8, 1), heads=2)
+    assert found[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+@pytest.mark.slow
+def test_quick_command_ends_with_a_json_object_without_claims(tmp_path: Path):
+    requested = ["peers", "--quick", "--threads", "1", "--json", "--shapes", "2x8+4"]
+    folders = ["--environments", str(tmp_path), "--out", str(tmp_path)]
+    engines = ["--engines", "hf_static,vllm", "--judged", "1"]
+    done = CliRunner().invoke(app, [*requested, *folders, *engines], catch_exceptions=False)
+
+    assert done.exit_code == 0, done.output
+    run = json.loads(done.output.strip().splitlines()[-1])
+    assert run["claims"] == {}
+    assert run["quick_figures"]["total_vs_best_peer_2x8_4_15m"] > 0
+    assert set(run["config"]["engines"]) == {"quire", "quire_evict", "hf_static"}
+    cells = run["arms"]["15m 2x8+4"]["raw"]["cells"]
+    assert [cell["key"]["engine"] for cell in cells] == ["quire", "hf_static"]
+    assert all(cell["error"] == "" for cell in cells)
+    assert {"peers.json", "peers.md", "cells.jsonl"} <= {p.name for p in tmp_path.iterdir()}
+
+
+CHART_COLUMNS = ["engine", "KV MB", "tokens/s", "at once", "error"]
+
+
+def stored(*rows):
+    return {"arms": {PART: {"tables": [{"columns": CHART_COLUMNS, "rows": list(rows)}]}}}
+
+
+def test_bars_are_in_a_fixed_order_without_failed_engines():
+    run = stored(
+        ["quire", 75.5, 400.4, 9, ""],
+        ["openvino", 75.5, 250.0, 8, ""],
+        ["vllm", None, None, None, "no result: time limit"],
+        ["quire_int8", 75.5, 500.0, 20, ""],
+    )
+
+    [other, quire] = bars(run)
+
+    assert (other.engine, quire.engine) == ("openvino", "quire")
+    assert (quire.at_once, quire.kv_bytes) == (9, 75_500_000)
+    picture = chart_svg(bars(stored(["quire", 75.5, 1400.4, 9, ""]))).decode()
+    assert all(f">{text}<" in picture for text in ("Quire", "1,400", "9"))
+
+
+def test_max_at_once_counts_requests_between_first_and_last_token():
+    assert max_at_once([[1.0, 2.0, 3.0], [2.5, 4.0], [3.5, 5.0]]) == 2
+    assert max_at_once([[1.0, 2.0], [2.0, 3.0]]) == 1  # the second starts when the first ends
+    assert max_at_once([]) == 0

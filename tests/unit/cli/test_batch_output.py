@@ -1,6 +1,5 @@
 """The batch output file: complete lines, each written once, for one run only."""
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 
 from quire.cli.batch_files import BatchOutput, RunState, survey_of, write_atomically
 from quire.errors import ConfigError
+from support.command_line import read_records
 
 STATE = RunState(input_sha256="abc", input_lines=9, config={"model": "m", "stop": ("a",)}, seed=5)
 
@@ -36,14 +36,7 @@ def test_records_are_written_to_disk_by_flush(path: Path):
         output.flush()
 
         assert (before, held, output.num_held) == (b"", 2, 0)
-        assert [json.loads(line)["line"] for line in path.read_text().splitlines()] == [1, 2]
-
-
-def test_restart_reads_completed_lines(path: Path):
-    fill(path, 3, 1)
-
-    with start(path) as output:
-        assert output.completed == {1, 3}
+        assert [record["line"] for record in read_records(path)] == [1, 2]
 
 
 def test_truncated_line_is_removed_and_not_completed(path: Path):
@@ -56,15 +49,8 @@ def test_truncated_line_is_removed_and_not_completed(path: Path):
             assert output.completed == set(range(1, num_whole + 1))
 
         assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:num_whole])
-
-
-def test_record_after_a_truncated_line_starts_on_a_new_line(path: Path):
-    whole = fill(path, 1, 2)
     path.write_bytes(whole[:-3])
-
-    fill(path, 2)
-
-    assert path.read_bytes() == whole
+    assert fill(path, 3) == whole  # on a new line
 
 
 def seeds(path: Path, content: str) -> dict[int, int]:
@@ -86,11 +72,7 @@ def test_seed_of_a_line_follows_its_content_and_equal_lines_differ(path: Path):
 
 def test_restarted_run_keeps_its_first_seed(path: Path):
     fill(path, 1)
-    later = RunState(
-        input_sha256="abc", input_lines=9, config={"model": "m", "stop": ["a"]}, seed=77
-    )
-
-    with start(path, later) as output:
+    with start(path, replace(STATE, config={"model": "m", "stop": ["a"]}, seed=77)) as output:
         assert output.seed == 5
 
 
@@ -128,10 +110,11 @@ def test_overwrite_replaces_records_and_state(path: Path):
 
 def test_file_not_written_by_batch_is_refused_and_unchanged(path: Path):
     path.write_text("my notes\n")
-
     with pytest.raises(ConfigError, match="not an output of quire batch"):
         start(path)
     assert path.read_text() == "my notes\n"
+    path.write_text("")  # an empty file is accepted
+    fill(path, 1)
 
 
 @pytest.mark.parametrize("failing", range(1, 5))
@@ -146,12 +129,12 @@ def test_change_of_the_input_survives_a_fault_at_any_write(path: Path, monkeypat
     with start(path, state_of("a", "b", "c")) as output:
         output.write([{"line": 2, "id": "b"}, {"line": 1, "id": "a"}])
     changed, calls = state_of("x", "a", "b"), iter(range(1, 9))
-    replace = Path.replace
+    move = Path.replace
 
     def fail_once(one: Path, other: Path) -> Path:
         if next(calls) == failing:
             raise OSError(28, "No space left on device")
-        return replace(one, other)
+        return move(one, other)
 
     monkeypatch.setattr(Path, "replace", fail_once)
     with pytest.raises(ConfigError, match="No space left"):
@@ -160,24 +143,9 @@ def test_change_of_the_input_survives_a_fault_at_any_write(path: Path, monkeypat
     with start(path, changed) as output:
         assert output.completed == {2, 3}
         assert output.seed == 5
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"line": 3, "id": "b"},
-        {"line": 2, "id": "a"},
-    ]
-    assert {one.name for one in path.parent.iterdir()} == {
-        source.name,
-        path.name,
-        "out.jsonl.state",
-    }
-
-
-def test_empty_file_is_accepted(path: Path):
-    path.touch()
-
-    fill(path, 1)
-
-    with start(path) as output:
-        assert output.completed == {1}
+    assert read_records(path) == [{"line": 3, "id": "b"}, {"line": 2, "id": "a"}]
+    names = {source.name, path.name, "out.jsonl.state"}
+    assert {one.name for one in path.parent.iterdir()} == names
 
 
 @pytest.mark.parametrize("state", ["", "{", "[]", "null", '"x"', "{}"])
@@ -220,10 +188,9 @@ def test_file_that_was_replaced_before_it_was_locked_is_refused(path: Path, monk
 
 
 def test_output_path_that_is_not_a_regular_file_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="cannot be written"):
-        start(tmp_path)
-    with pytest.raises(ConfigError, match="cannot be written"):
-        start(tmp_path / "nowhere" / "out.jsonl")
+    for folder in (tmp_path, tmp_path / "nowhere" / "out.jsonl"):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            start(folder)
     with pytest.raises(ConfigError, match="not a regular file"):
         start(Path(os.devnull))
 
@@ -276,10 +243,8 @@ def test_failed_lines_are_tracked_while_writing_and_after_restart(path: Path):
     with start(path) as output:
         output.write(ERRORS)
         assert output.failed == {2, 3}
-
     with start(path) as output:
-        assert output.failed == {2, 3}
-        assert output.completed == {1, 2, 3}
+        assert (output.failed, output.completed) == ({2, 3}, {1, 2, 3})
 
 
 def test_retry_drops_failed_lines_and_keeps_the_lock(path: Path):
@@ -288,12 +253,12 @@ def test_retry_drops_failed_lines_and_keeps_the_lock(path: Path):
 
     with BatchOutput(path, path, STATE, overwrite=False, retry_failed=True) as output:
         assert (output.completed, output.failed) == ({1}, set())
-        assert [json.loads(line)["line"] for line in path.read_text().splitlines()] == [1]
+        assert [record["line"] for record in read_records(path)] == [1]
         with pytest.raises(ConfigError, match="being written"):
             start(path)
         output.write([{"line": 2, "error": None}])
 
-    assert [json.loads(line)["line"] for line in path.read_text().splitlines()] == [1, 2]
+    assert [record["line"] for record in read_records(path)] == [1, 2]
 
 
 def test_failed_retry_keeps_the_output_file(path: Path, monkeypatch):

@@ -29,10 +29,8 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def result(folder) -> Result:
-    codecs = "int4; int4:equalise=1/int8; int8_channel/int4"
-    return quire_calibrate(
-        "--output", str(folder), "--tokens", "512", "--kv-codec", codecs, "--json"
-    )
+    options = ("--kv-codec", "int4; int4:equalise=1/int8; int8_channel/int4", "--tokens", "512")
+    return quire_calibrate("--output", str(folder), *options, "--json")
 
 
 def test_calibrate_writes_a_file_per_side_that_needs_constants(result, folder):
@@ -71,9 +69,8 @@ def test_retrieval_scores_are_the_change_of_the_output_without_distant_tokens(tm
     scores = retrieval_scores(decoder, [(ids, answers), (ids, answers[:1])])
 
     shape = decoder.spec.heads[0]
-    assert [len(line.split("\t")) for line in file.read_text().splitlines()] == list(
-        map(len, scores)
-    )
+    lines = file.read_text().splitlines()
+    assert [len(line.split("\t")) for line in lines] == list(map(len, scores))
     for vectors, row in zip(read_vectors(decoder, ids), scores, strict=True):
         for head, score in enumerate(row):
             group = slice(head * shape.group, (head + 1) * shape.group)
@@ -93,9 +90,7 @@ def test_retrieval_scores_are_the_change_of_the_output_without_distant_tokens(tm
 
 
 @pytest.mark.parametrize("first_token", [[], [7]])
-def test_answers_of_retrieval_prompts_are_those_of_the_whole_text(
-    monkeypatch, tmp_path, first_token
-):
+def test_answers_of_retrieval_prompts_are_of_the_whole_text(monkeypatch, tmp_path, first_token):
     """Prompts are encoded as one text, with the first token of models that have one."""
     found, tokenizer = [], load_model("quire-tiny").tokenizer
 
@@ -103,10 +98,8 @@ def test_answers_of_retrieval_prompts_are_those_of_the_whole_text(
         return [*first_token, *encode_prompt(tokenizer, text)]
 
     monkeypatch.setattr("quire.models.tokenizer.encode_prompt", with_first)
-    monkeypatch.setattr(
-        "quire.eviction.calibration.retrieval_scores",
-        lambda decoder, texts: found.extend(texts) or [[0.5]],
-    )
+    scores = "quire.eviction.calibration.retrieval_scores"
+    monkeypatch.setattr(scores, lambda decoder, texts: found.extend(texts) or [[0.5]])
     result = quire_calibrate("--retrieval-heads", str(tmp_path / "new" / "a.tsv"), "--prompts", "2")
     assert result.exception is None, result.output
 
@@ -118,19 +111,16 @@ def test_answers_of_retrieval_prompts_are_those_of_the_whole_text(
 
 
 def test_invalid_input_is_refused(tmp_path):
-    ignored = quire_calibrate("--prompts", "3")
-    also = quire_calibrate(
-        "--retrieval-heads", str(tmp_path / "a"), "--text", "b", "--tokens", "99"
-    )
-    assert "no effect without --retrieval-heads: --prompts" in str(ignored.exception)
-    assert "no effect with --retrieval-heads: --text, --tokens; leave" in str(also.exception)
-    missing = quire_calibrate("--text", str(tmp_path / "none.txt"), "--kv-codec", "int8")
-    unknown = quire_calibrate("--kv-codec", "int8; int9")
     (tmp_path / "short.txt").write_text("too short")
-    short = quire_calibrate("--text", str(tmp_path / "short.txt"), "--kv-codec", "int8")
-
-    assert isinstance(missing.exception, ConfigError)
-    assert "none.txt cannot be read" in str(missing.exception)
-    assert isinstance(unknown.exception, UnknownName)
-    assert isinstance(short.exception, ConfigError)
-    assert "at least 64 tokens" in str(short.exception)
+    heads = ("--retrieval-heads", str(tmp_path / "a"), "--text", "b", "--tokens", "99")
+    missing = ("--text", str(tmp_path / "none.txt"), "--kv-codec", "int8")
+    for arguments, kind, message in (
+        (("--prompts", "3"), ConfigError, "no effect without --retrieval-heads: --prompts"),
+        (heads, ConfigError, "no effect with --retrieval-heads: --text, --tokens; leave"),
+        (missing, ConfigError, "none.txt cannot be read"),
+        (("--kv-codec", "int8; int9"), UnknownName, "int9"),
+        (("--text", str(tmp_path / "short.txt"), *missing[2:]), ConfigError, "at least 64 tokens"),
+    ):
+        error = quire_calibrate(*arguments).exception
+        assert isinstance(error, kind)
+        assert message in str(error)

@@ -1,7 +1,11 @@
 """`--help` shows the common options of a command in groups, `--help-all` all options."""
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -10,10 +14,22 @@ from typer.testing import CliRunner
 
 import quire.config.kv_config as kv_config
 import quire.scheduler.schedule_config as schedule_config
+from quire.cli import command
+from quire.cli.completion import (
+    budget_names,
+    codec_names,
+    complete_codec,
+    complete_model,
+    complete_policy,
+    complete_rule,
+    policy_names,
+)
 from quire.cli.main import app
 from quire.cli.options import MODEL, SECTIONS, SERVER, Dtype, options_of
 from quire.kernels.select import BACKENDS
+from quire.layout.codec_names import codec_pair
 from quire.layout.config import DTYPE_BYTES
+from quire.policies.registry import registered, registered_budgets
 from quire.scheduler.admission import AUTO as AUTO_ADMISSION
 from quire.scheduler.admission import RULES
 from quire.sim.machine import PEAKS, PROFILE, MachineName
@@ -56,16 +72,12 @@ def test_help_is_short_and_reports_the_number_of_hidden_options(command):
     assert (f"--help-all shows {more} more {options}." in shown(command, "--help")) == bool(more)
 
 
-def test_options_that_a_search_chooses_are_not_in_its_help():
-    for command in ("tune", "board"):
-        assert {"--evict", "--kv-codec"}.isdisjoint(flags(shown(command, "--help-all")))
-
-
 @pytest.mark.parametrize("command", ["tune", "board"])
-def test_help_of_the_kv_memory_says_where_a_size_is_required(command):
+def test_help_of_a_search_says_what_it_chooses_and_where_a_size_is_required(command):
     words = " ".join(shown(command, "--help").replace("│", " ").split())
     text = words.partition("--kv-memory SIZE ")[2].partition(" --swap-space")[0]
 
+    assert {"--evict", "--kv-codec"}.isdisjoint(flags(shown(command, "--help-all")))
     assert "or auto (the free memory of the device; quire tune and quire board need a size)" in text
     assert "default" not in text
 
@@ -119,9 +131,9 @@ def test_choices_are_the_registered_names(choices, registered):
     assert set(get_args(choices)) == set(registered)
 
 
-@pytest.mark.parametrize("device", ["cuda:0", "cuda:12", "cpu", "auto", "cuda"])
-def test_device_can_have_an_index(device):
-    assert MODEL.config(device=device).device == device
+def test_device_can_have_an_index():
+    for device in ("cuda:0", "cuda:12", "cpu", "auto", "cuda"):
+        assert MODEL.config(device=device).device == device
 
 
 def test_help_shows_options_in_groups():
@@ -133,3 +145,163 @@ def test_help_shows_options_in_groups():
     every = shown("serve", "--help-all")
     for title in {found.group for found in SERVER.options()}:
         assert f"─ {title} ─" in every
+
+
+TOP_COMMANDS = sorted(get_command(app).commands.keys() - {"eval", "bench"})
+
+
+def help_of(command: str, flag: str, width: int) -> str:
+    result = CliRunner().invoke(app, [command, flag], env={"COLUMNS": str(width)})
+    assert result.exit_code == 0
+    return result.output
+
+
+@pytest.mark.parametrize("width", [60, 160])
+@pytest.mark.parametrize("flag", ["--help", "--help-all"])
+@pytest.mark.parametrize("command", TOP_COMMANDS)
+def test_help_shows_every_name_whole_within_the_terminal(command, flag, width):
+    shown = help_of(command, flag, width)
+
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= width
+    for parameter in get_command(app).commands[command].params:
+        if flag == "--help-all" or not getattr(parameter, "hidden", False):
+            names = [*parameter.opts, *parameter.secondary_opts]
+            if parameter.param_type_name == "argument":
+                names = [parameter.metavar]
+            assert all(name in shown for name in names), names
+
+
+def test_help_shows_values_defaults_and_the_help_option():
+    shown = help_of("generate", "--help", 80)
+
+    assert "Usage: quire generate [OPTIONS] [MODEL] [PROMPT]" in shown
+    assert "--enable-prefix-caching / --no-enable-prefix-caching" in shown
+    assert "[default: --enable-prefix-caching]" in shown
+    assert "--dtype [auto|float32|bfloat16|float16]" in shown
+    assert "--help, -h" in shown
+    assert "<bool>" not in shown  # flags have no value
+    lines = help_of("generate", "--help", 160).splitlines()
+    assert any("--max-num-seqs" in line and "Maximum number of seq" in line for line in lines)
+    shown = help_of("batch", "--help", 80)
+    assert "Usage: quire batch [OPTIONS] MODEL INPUT OUTPUT" in shown
+    assert "INPUT (required)" in shown
+
+
+def test_completed_names_are_the_registered_ones():
+    assert policy_names() == ["full", *registered()]
+    assert budget_names() == list(registered_budgets())
+    for name in codec_names():
+        if name != "none":
+            codec_pair(name)
+
+
+def test_policies_are_completed_with_a_cap_and_codecs_of_keys_and_values():
+    assert complete_rule("h2") == ["h2o:cap=", "h2o_sinks:cap="]
+    assert complete_rule("fu") == ["full"]
+    assert complete_policy("pyr") == ["pyramid"]
+    assert complete_codec("kiv") == ["kivi4", "kivi2"]
+    assert complete_codec("int8/int4_h") == ["int8/int4_hadamard"]
+
+
+def test_models_are_completed_from_folders(tmp_path, monkeypatch):
+    (tmp_path / "models" / "llama").mkdir(parents=True)
+    (tmp_path / "models" / "llama" / "config.json").write_text("{}")
+    (tmp_path / "models" / "tiny.gguf").write_bytes(b"GGUF")
+    (tmp_path / "models" / "notes.txt").write_text("")
+    (tmp_path / ".hidden").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    assert complete_model("") == ["quire-tiny", "smollm2", "models/"]
+    assert complete_model("models/") == ["models/llama", "models/tiny.gguf"]
+    assert complete_model(f"{tmp_path}/models/l") == [f"{tmp_path}/models/llama"]
+    assert complete_model("nowhere/") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("quire generate --evict ", "h2o:cap="),
+        ("quire generate quire-tiny x --kv-codec int8", "int8_channel"),
+        ("quire policies tov", "tova"),
+        ("quire generate --dtype ", "bfloat16"),
+        ("quire serve qui", "quire-tiny"),
+        ("quire ", "generate"),
+    ],
+)
+def test_shell_completion_yields_values_without_importing_torch(words, expected):
+    code = (
+        "import sys; sys.argv = ['quire']\n"
+        "from quire.cli.main import run\n"
+        "try:\n    run()\n"
+        "finally:\n    assert not {'torch', 'transformers'} & sys.modules.keys(), 'heavy'\n"
+    )
+    given = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    environment = os.environ | {"_QUIRE_COMPLETE": "complete_bash"} | given
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    assert expected in found.stdout.split(), found.stderr
+    assert "heavy" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        ("serve quire-tiny --gpu-memory-utilization 0.9", "use --kv-memory"),
+        ("serve quire-tiny --pipeline_parallel_size=2", "use --tensor-parallel-size"),
+        ("serve quire-tiny --enable-auto-tool-choice", "not needed: requests with `tools`"),
+        ("generate quire-tiny x --quantization awq", "use --weight-codec for weights"),
+        ("generate quire-tiny x --max-new-tokens 5", "use --max-tokens"),
+        ("generate quire-tiny x --ctx-size 512", "use --max-model-len"),
+        ("serve quire-tiny --model-path x", "the model is the first argument"),
+        ("serve quire-tiny -ngl 9", "unknown option '-ngl': use --weights-memory"),
+        ("serve quire-tiny -np 4", "unknown option '-np': use --max-num-seqs"),
+        ("serve quire-tiny -c 4096", "unknown option '-c': use --max-model-len"),
+    ],
+)
+def test_flag_of_another_engine_is_refused_with_the_alternative(command: str, hint: str) -> None:
+    result = CliRunner().invoke(app, command.split())
+
+    assert result.exit_code == 2
+    assert hint in result.stderr
+    assert "did you mean" not in result.stderr
+
+
+def test_every_named_alternative_is_a_flag_of_quire() -> None:
+    known = {found.flag for found in options_of(SECTIONS)}
+    known |= {"no-enable-prefix-caching", "no-cuda-graphs"}
+    named = {
+        word.strip(".,:;()").removeprefix("--")
+        for flag in command.FLAGS
+        for word in (command.instead_of(flag) or "").split()
+        if word.startswith("--")
+    }
+
+    assert named
+    assert named <= known
+
+
+def test_no_listed_flag_exists_in_serve_or_generate() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    declared = {
+        name.removeprefix("--")
+        for command in ("serve", "generate")
+        for parameter in commands[command].params
+        for name in parameter.opts
+    }
+
+    assert declared.isdisjoint(command.FLAGS)
+
+
+def test_every_flag_of_the_page_on_other_engines_exists_or_has_a_hint() -> None:
+    page = Path(__file__).parents[3] / "docs/guides/from-other-engines.md"
+    tables = page.read_text(encoding="utf-8").partition("## Request fields")[0]
+    cells = [line.split("|")[1] for line in tables.splitlines() if line.startswith("| ")]
+    flags = {flag for cell in cells for flag in re.findall(r"`(-[\w-]+)", cell)}
+    serve = get_command(app).commands["serve"].params  # type: ignore[attr-defined]
+    declared = {f"--{found.flag}" for found in options_of(SECTIONS)}
+    declared |= {name for one in serve for name in (*one.opts, *one.secondary_opts)}
+
+    assert len(flags) > 40
+    assert {flag for flag in flags - declared if command.instead_of(flag) is None} == set()

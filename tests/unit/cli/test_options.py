@@ -1,15 +1,17 @@
 """Command-line options are derived from the config dataclasses, with help and defaults."""
 
 from dataclasses import fields
+from pathlib import Path
+from typing import Annotated
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from quire.cli.main import app
 from quire.cli.options import (
     KV,
     MODEL,
-    SAMPLING,
     SCHEDULE,
     SECTIONS,
     SERVER,
@@ -17,16 +19,20 @@ from quire.cli.options import (
     configs_of,
     documented_attributes,
     options_of,
+    read_config_file,
 )
+from quire.cli.settings import Settings, with_settings
 from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
+from quire.errors import ConfigError, RequestError, UnknownName
 from quire.scheduler.schedule_config import ScheduleConfig
 
 
 @pytest.mark.parametrize("found", options_of(SECTIONS), ids=lambda found: found.flag)
-def test_every_option_has_help_and_a_supported_type(found):
+def test_every_option_has_a_flag_of_its_own_help_and_a_supported_type(found):
     assert len(found.help) > 10
     assert "\n" not in found.help
+    assert [found.flag] == [one.flag for one in options_of(SECTIONS) if one.flag == found.flag]
     assert found.kind in (str, int, float, bool, list[str])
 
 
@@ -42,12 +48,6 @@ def test_help_of_every_time_in_seconds_states_the_unit():
     times = [option.help for option in found if option.unit in ("s", "seconds")]
     assert len(times) >= 10
     assert [text for text in times if "in seconds" not in text] == []
-
-
-def test_no_two_options_share_a_flag():
-    flags = [found.flag for found in options_of(SECTIONS)]
-
-    assert len(set(flags)) == len(flags)
 
 
 @pytest.mark.parametrize(("section", "config"), [(KV, KVConfig), (SCHEDULE, ScheduleConfig)])
@@ -68,13 +68,6 @@ def test_option_defaults_are_the_field_defaults():
             assert section.build({found.path: found.default}) == plain
 
 
-def test_command_can_override_a_default():
-    own = {found.flag: found.default for found in options_of((SAMPLING,), {"max-tokens": 99})}
-
-    assert own["max-tokens"] == 99
-    assert own["min-tokens"] == 0
-
-
 def test_flag_is_taken_from_metadata_or_the_field_name():
     flags = {found.name: found.flag for found in options_of((MODEL, KV))}
 
@@ -86,11 +79,8 @@ def test_flag_is_taken_from_metadata_or_the_field_name():
 def test_size_options_are_marked():
     sized = {found.name for found in options_of((KV,)) if found.sized}
 
-    assert sized == {"memory", "swap_space", "kv_memory", "cpu_memory", "disk_memory"} | {
-        "remote_memory",
-        "scratch",
-        "state_checkpoint_memory",
-    }
+    names = "memory swap_space kv_memory cpu_memory disk_memory remote_memory scratch"
+    assert sized == {*names.split(), "state_checkpoint_memory"}
 
 
 def test_nested_configs_are_built_from_option_paths():
@@ -110,9 +100,6 @@ def test_sampling_option_help_is_the_docstring():
     assert documented["min_p"].startswith("exclude tokens below this fraction")
     assert documented["min_p"].endswith("None: the model's, else 0.")
     assert list(documented) == [field.name for field in fields(SamplingParams)]
-
-
-def test_docstring_without_attributes_gives_no_help():
     assert documented_attributes("One line.") == {}
 
 
@@ -123,3 +110,237 @@ def test_option_has_the_names_of_other_servers():
     refused = CliRunner().invoke(app, ["serve", "quire-tiny", "--tool-call-parser", "hermess"])
 
     assert "hermes" in refused.output
+
+
+@pytest.fixture
+def read(tmp_path: Path):
+    def read_text(text: str):
+        path = tmp_path / "quire.toml"
+        path.write_text(text)
+        return read_config_file(path)
+
+    return read_text
+
+
+def test_option_names_are_flat_or_in_tables_with_dashes_or_underscores(read):
+    expected = {"kv_memory": "3MiB", "schedule_max_num_batched_tokens": 7, "sampling_seed": 5}
+    for text in (
+        "kv-memory = '3MiB'\nmax-num-batched-tokens = 7\nseed = 5",
+        "[kv]\nkv-memory = '3MiB'\n[schedule]\nmax-num-batched-tokens = 7\n[sampling]\nseed = 5",
+        "[kv]\nmemory = '3MiB'\n[schedule]\nmax-num-batched-tokens = 7\n[sampling]\nseed = 5",
+    ):
+        assert read(text) == (None, expected)
+        underscores = text.replace("batched-tokens", "batched_tokens").replace("max-num", "max_num")
+        assert read(underscores.replace("kv-memory", "kv_memory")) == (None, expected)
+    prefix_cache = "enable-prefix-caching = false"
+    for nested in (
+        f"kv-offload-memory = '1GiB'\n{prefix_cache}",
+        f"[kv]\nkv-offload-memory = '1GiB'\n{prefix_cache.replace('-', '_')}",
+        "[kv.offload]\nkv_memory = '1GiB'\n[kv.prefix_cache]\nenabled = false",
+        f"[kv.offload]\nkv-memory = '1GiB'\n[kv.prefix-cache]\n{prefix_cache}",
+    ):
+        expected = {"kv_offload_kv_memory": "1GiB", "kv_prefix_cache_enabled": False}
+        assert read(nested) == (None, expected)
+
+
+def test_model_name_is_read_from_the_top_level_or_its_table(read):
+    assert read("model = 'some/folder'") == ("some/folder", {})
+    dtype = {"model_dtype": "float32"}
+    assert read("[model]\ndtype = 'float32'") == (None, dtype)
+    assert read("[model]\nname = 'some/folder'\ndtype = 'float32'") == ("some/folder", dtype)
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("kv-memry = 1", "kv_memory"),
+        ("[kv]\nmemry = 1", "memory"),
+        ("[smpling]\nseed = 1", "sampling"),
+        ("memory = 1", "kv_memory"),
+        ("[kv]\nenabled = true", "enable_prefix_caching"),
+        ("[kv.ofload]\nkv_memory = 1", "offload"),
+        ("[kv.offload]\nkv_memry = 1", "kv_memory"),
+    ],
+)
+def test_unknown_name_suggests_the_nearest(read, text, nearest):
+    with pytest.raises(UnknownName, match=nearest):
+        read(text)
+
+
+def test_integer_for_a_float_and_single_stop_string_are_accepted(read):
+    _, values = read("temperature = 1\nstop = 'x'\nkv-memory = 4096")
+
+    assert values == {"sampling_temperature": 1, "sampling_stop": "x", "kv_memory": 4096}
+
+
+@pytest.mark.parametrize("value", ["9" * 5_000, "0x" + "f" * 5_000, "-" + "9" * 400, str(2**64)])
+@pytest.mark.parametrize("key", ["port", "kv.offload.kv_memory", "shutdown-timeout", "stop"])
+def test_integer_over_64_bits_is_refused(read, key, value):
+    text = f"{key} = [['x', {{a = {value}}}]]" if key == "stop" else f"{key} = {value}"
+    with pytest.raises(ConfigError, match=rf"{key}\S* as an integer|more than 4,300 digits"):
+        read(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model = 3", "must be a string, got 3"),
+        ("[model]\nname = 3", "must be a string, got 3"),
+        ("kv-memory = 1.5", "kv-memory"),
+        ("kv-memory = true", "kv-memory"),
+        ("max-num-batched-tokens = '7'", "max-num-batched-tokens"),
+        ("max-num-batched-tokens = 7.0", "max-num-batched-tokens"),
+        ("max-num-batched-tokens = true", "max-num-batched-tokens"),
+        ("temperature = 'warm'", "temperature"),
+        ("verify = 1", "verify"),
+        ("dtype = 32", "dtype"),
+        ("stop = [1]", "stop"),
+        ("stop = 1", "stop"),
+        ("kv-memory = 1\n[kv]\nmemory = 2", "twice"),
+        ("kv-memory: 1", "not TOML"),
+        ("port = " + "[" * 5_000, "nested too deeply"),
+        ("a = " + "{a=" * 5_000, "nested too deeply"),
+        (".".join("a" * 5_000) + " = 1", "unknown option"),
+        (r"host = 'a'" + "\nmodel = 'b\0'", "not TOML"),
+        ('chat-template = "a\\u0000"', "chat-template without NUL"),
+        ("kv-memory = nan", "'kv-memory' must be a number of bytes"),
+        ("port = 1979-05-27", "'port' must be an integer"),
+        ('model = "\\ud800"', "not TOML"),
+    ],
+)
+def test_unusable_values_are_refused_with_their_name(read, text, message):
+    with pytest.raises(ConfigError, match=message):
+        read(text)
+
+
+def test_file_that_is_missing_or_not_utf_8_is_refused(tmp_path: Path):
+    path = tmp_path / "quire.toml"
+    for content in (b"model = '\xff'", "port = 1".encode("utf-16"), b"model = '\xed\xa0\x80'"):
+        path.write_bytes(content)
+
+        with pytest.raises(ConfigError, match="not TOML"):
+            read_config_file(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_config_file(tmp_path / "nowhere.toml")
+
+
+def test_small_size_without_a_unit_is_refused(read):
+    _, values = read("kv-memory = 4")
+
+    assert values == {"kv_memory": "4"}
+    with pytest.raises(ConfigError, match="expected a size with its unit, got '4'"):
+        KVConfig(memory=values["kv_memory"])
+
+
+seen: list[tuple[Settings, str | None]] = []
+
+
+@with_settings(defaults={"max-tokens": 40, "threads": 1})
+def show(
+    settings: Settings, *, extra: Annotated[str | None, typer.Option(help="Its own.")] = None
+) -> None:
+    """Record the settings."""
+    seen.append((settings, extra))
+
+
+@with_settings(MODEL, KV)
+def show_fewer(settings: Settings) -> None:
+    """Record fewer settings."""
+    seen.append((settings, None))
+
+
+def run(command, *arguments: str):
+    app = typer.Typer()
+    app.command()(command)
+    seen.clear()
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+def settings_of(command, *arguments: str) -> Settings:
+    result = run(command, *arguments)
+    assert result.exit_code == 0, result.output
+    return seen[-1][0]
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> str:
+    path = tmp_path / "quire.toml"
+    path.write_text(
+        "model = 'from-file'\nkv-memory = '3MiB'\nverify = false\n"
+        "[sampling]\nmax-tokens = 7\nstop = ['a', 'b']\n"
+    )
+    return str(path)
+
+
+def test_settings_without_arguments_are_the_defaults_of_the_command():
+    settings = settings_of(show)
+
+    assert settings.model == "quire-tiny"
+    assert settings.kv.memory is None
+    assert settings.loading.verify
+    assert settings.sampling.temperature is None
+    assert settings.sampling.stop == ()
+    assert (settings.sampling.max_tokens, settings.loading.threads) == (40, 1)
+
+
+def test_config_file_overrides_defaults(toml: str):
+    settings = settings_of(show, "--config", toml)
+
+    assert settings.model == "from-file"
+    assert settings.kv.memory == 3 << 20
+    assert not settings.loading.verify
+    assert (settings.sampling.max_tokens, settings.sampling.stop) == (7, ("a", "b"))
+
+
+def test_command_line_overrides_the_file_even_with_a_default_value(toml: str):
+    settings = settings_of(
+        show, "mine", "--config", toml, "--kv-memory", "auto", "--verify", "--max-tokens", "40",
+        "--stop", "c",
+    )  # fmt: skip
+
+    assert settings.model == "mine"
+    assert settings.kv.memory is None
+    assert settings.loading.verify
+    assert (settings.sampling.max_tokens, settings.sampling.stop) == (40, ("c",))
+
+
+def test_command_accepts_its_own_options_and_sections_only(toml: str):
+    run(show, "--extra", "here")
+    assert seen[-1][1] == "here"
+    assert settings_of(show_fewer, "m", "--kv-memory", "1MiB").model == "m"
+    assert run(show_fewer, "--max-tokens", "3").exit_code == 2
+    assert settings_of(show_fewer, "--config", toml).kv.memory == 3 << 20
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "error"),
+    [
+        ("--temperature", ("nan", "-1"), RequestError),
+        ("--top-p", ("0",), RequestError),
+        ("--max-tokens", ("-1", "0"), RequestError),
+        ("--stop", ("",), RequestError),
+        ("--block-size", ("0",), ConfigError),
+        ("--max-num-seqs", ("0",), ConfigError),
+        ("--low-watermark", ("nan",), ConfigError),
+    ],
+)
+def test_value_out_of_range_is_refused_before_loading(option, values, error):
+    for value in values:
+        with pytest.raises(error):
+            run(show, option, value)
+        assert not seen
+
+
+def test_settings_as_dict_has_json_values():
+    settings = settings_of(show, "--kv-memory", "2MiB", "--seed", "3")
+
+    assert settings.as_dict()["kv"]["memory"] == 2 << 20
+    assert settings.as_dict()["sampling"]["seed"] == 3
+
+
+def test_tenants_without_default_are_refused():
+    settings_of(show, "--tenants", "a; default:weight=2").refuse_other_tenants()
+    settings_of(show).refuse_other_tenants()
+
+    with pytest.raises(ConfigError, match="--tenants names a, b: add 'default', or"):
+        settings_of(show, "--tenants", "a;b").refuse_other_tenants()

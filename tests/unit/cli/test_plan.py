@@ -1,6 +1,8 @@
 """`quire plan`: the report, printed text, JSON, and invalid input."""
 
+import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner, Result
 
@@ -18,24 +21,21 @@ from quire.cli.plan import PlanOptions, board_quality, plan, plan_report
 from quire.cli.plan_report import DEVICES, RETAINED
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, ModelError, UnknownName
+from quire.layout.model import ModelSpec
 from quire.layout.sizes import parse_size
 from quire.models.loader import load_model
 from quire.models.source import find_model
+from quire.plan.ceilings import Ceilings, write_ceilings
+from quire.plan.machine import this_machine
+from quire.plan.rates import DecodeRates, PrefillRates, StepRates, model_key, steps_key
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.model_specs import PUBLIC_SHAPES
 
 MIB, GIB = 2**20, 2**30
-TINY: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 512,
-    "torch_dtype": "float16",
-}
+LAYERS = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
+TINY: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 512} | LAYERS | SIZES
+TINY |= {"torch_dtype": "float16"}
 
 
 def quire_plan(*arguments: str) -> Result:
@@ -51,18 +51,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_kv_memory_is_the_remainder_of_device_memory(folder: Path):
-    report = plan_report(
-        folder,
-        PlanOptions(
-            device="cuda",
-            memory_bytes=10_000_000,
-            headroom_bytes=1_000_000,
-            activation_peak_bytes=500_000,
-        ),
-    )
+    sizes = {"headroom_bytes": 1_000_000, "activation_peak_bytes": 500_000}
+    report = plan_report(folder, PlanOptions(device="cuda", memory_bytes=10_000_000, **sizes))
 
     weights_bytes = report.model.num_parameters * 2
     assert report.dtype == "float16"
+    assert report.capacity.sequence_tokens == 512
     assert report.memory.weights_bytes == weights_bytes
     assert report.memory.kv_bytes == 10_000_000 - 1_000_000 - 500_000 - weights_bytes
 
@@ -82,16 +76,12 @@ def test_choices_are_plans_with_other_codecs_and_retained_tokens(folder: Path):
     options = PlanOptions(memory_bytes=GIB)
     choices = plan_report(folder, options).choices
 
-    assert [(choice.weight_codec, choice.kv_codec) for choice in choices] == [
-        (weights, kv)
-        for weights in ("float16", "int8", "int4")
-        for kv in ("float16", "int8", "int4")
-    ]
+    pairs = list(itertools.product(("float16", "int8", "int4"), repeat=2))
+    assert [(choice.weight_codec, choice.kv_codec) for choice in choices] == pairs
     for choice in choices:
         weight_codec = "auto" if choice.weight_codec == "float16" else choice.weight_codec
-        planned = plan_report(
-            folder, replace(options, weight_codec=weight_codec, kv_codec=choice.kv_codec)
-        )
+        codecs = {"weight_codec": weight_codec, "kv_codec": choice.kv_codec}
+        planned = plan_report(folder, replace(options, **codecs))
         assert choice.kv_bytes == planned.capacity.pool_bytes
         assert choice.sequences["all tokens"] == planned.capacity.sequences
         assert choice.tokens == planned.capacity.pool_tokens
@@ -109,22 +99,22 @@ def test_choices_that_do_not_fit_say_so(folder: Path):
 
     assert coded.kv_bytes > 0 == stored.kv_bytes
     assert stored.sequences == dict.fromkeys(RETAINED, 0)
-    refused = (
+    both = (
         r"--weight-codec int8 or int4, on a CPU.*--weights-memory.*--weight-codec int8 leaves \d+"
     )
-    with pytest.raises(ConfigError, match=refused):
-        plan_report(folder, PlanOptions(**sizes))
-    with pytest.raises(ConfigError, match=r"\(--weight-codec int4, on a CPU\)"):
-        plan_report(folder, PlanOptions(memory_bytes=1000, weight_codec="int8"))
-    with pytest.raises(ConfigError, match=r"= -[\d,]+ B; offload layers"):
-        plan_report(folder, PlanOptions(memory_bytes=1000, weight_codec="int4"))
-    with pytest.raises(ConfigError, match=r"; it fits with --weight-codec int4$"):
-        plan_report(folder, PlanOptions(**sizes, kv_memory_bytes=100_000))
+    refused = {
+        both: sizes,
+        r"\(--weight-codec int4, on a CPU\)": {"memory_bytes": 1000, "weight_codec": "int8"},
+        r"= -[\d,]+ B; offload layers": {"memory_bytes": 1000, "weight_codec": "int4"},
+        r"; it fits with --weight-codec int4$": sizes | {"kv_memory_bytes": 100_000},
+    }
+    for reason, given in refused.items():
+        with pytest.raises(ConfigError, match=reason):
+            plan_report(folder, PlanOptions(**given))
     with pytest.raises(ConfigError, match="of KV need --memory") as least:
         plan_report(folder, PlanOptions(memory_bytes=1000))
-    for size, *flags in re.findall(
-        r"--memory (\w+)(?: with --weight-codec (\w+))?", str(least.value)
-    ):
+    found = re.findall(r"--memory (\w+)(?: with --weight-codec (\w+))?", str(least.value))
+    for size, *flags in found:
         coded_as = PlanOptions(memory_bytes=parse_size(size), weight_codec=flags[0] or "auto")
         assert 1 <= plan_report(folder, coded_as).capacity.sequences <= 2  # sizes are whole MiB
     with pytest.raises(ConfigError, match=r"--headroom.*of KV need --memory \w+$"):
@@ -216,9 +206,8 @@ def test_pages_and_sequences_follow_from_the_kv_memory(folder: Path):
 
 
 def test_kv_memory_is_that_of_a_server_in_whole_slabs():
-    options = PlanOptions(
-        memory_bytes=GIB, kv_memory_bytes=5 * MIB, dtype="float32", kv_codec="int8"
-    )
+    sizes = {"memory_bytes": GIB, "kv_memory_bytes": 5 * MIB}
+    options = PlanOptions(**sizes, dtype="float32", kv_codec="int8")
     folder, _ = find_model("quire-tiny")
     report = plan_report(folder, options)
     kv = KVConfig(memory="5MiB", codec="int8")
@@ -226,16 +215,13 @@ def test_kv_memory_is_that_of_a_server_in_whole_slabs():
     held = llm.stats().kv_total_bytes
 
     assert held == report.capacity.pool_bytes == report.claims()["kv_memory_bytes"] < 5 * MIB
-    text = quire_plan(
-        "--memory", "1GiB", "--kv-memory", "5MiB", "--dtype", "float32", "--kv-codec", "int8"
-    ).stdout
+    line = "--memory 1GiB --kv-memory 5MiB --dtype float32 --kv-codec int8"
+    text = quire_plan(*line.split()).stdout
     assert f"{held:,}" in text
     assert f"{5 * MIB:,}" not in text
 
 
-def test_plan_names_the_kv_memory_of_a_batch_that_does_not_fit(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_plan_names_the_kv_memory_of_a_batch_that_does_not_fit(folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
 
     def shown(*options: str) -> str:
@@ -270,29 +256,32 @@ def test_plan_names_the_memory_that_it_counts(folder: Path):
 
 
 def test_smaller_codecs_hold_more_sequences(folder: Path):
-    def sequences(codec: str) -> int:
-        options = PlanOptions(kv_memory_bytes=1 << 20, sequence_tokens=64, kv_codec=codec)
-        return plan_report(folder, options).capacity.sequences
+    options = PlanOptions(kv_memory_bytes=1 << 20, sequence_tokens=64)
+    codecs = ("float32", "float16", "int8", "int8/int4", "int4")
+    plans = [plan_report(folder, replace(options, kv_codec=codec)) for codec in codecs]
 
-    assert sequences("float32") < sequences("float16") < sequences("int8") < sequences("int4")
-    assert sequences("none") == sequences("float16")
-    assert sequences("int8") < sequences("int8/int4") < sequences("int4")
-
-
-def test_kv_bytes_per_token_include_scales(folder: Path):
-    """16 elements in int4: 8 bytes, and 4 of scale and zero; K and V, 4 layers, 2 heads."""
-    report = plan_report(folder, PlanOptions(kv_memory_bytes=1 << 20, kv_codec="int4"))
-
-    assert report.kv_bytes_per_token == 2 * 4 * 2 * (8 + 4)
+    held = [report.capacity.sequences for report in plans]
+    assert all(fewer < more for fewer, more in itertools.pairwise(held))
+    assert plan_report(folder, options).capacity.sequences == held[1]
 
 
-def test_kv_bytes_per_token_count_plain_layers_unquantized(folder: Path):
-    """Two layers of four in int8, 16 elements and a scale; two in float16."""
-    options = PlanOptions(kv_memory_bytes=1 << 20, kv_codec="int8+plain_layers=1+sinks=4")
+@pytest.mark.parametrize(
+    ("codec", "page_tokens", "expected"),
+    [
+        # 16 elements in int4: 8 bytes, and 4 of scale and zero; K and V, 4 layers, 2 heads
+        ("int4", 16, 2 * 4 * 2 * (8 + 4)),
+        # two layers of four in int8, 16 elements and a scale; two in float16
+        ("int8+plain_layers=1+sinks=4", 16, 2 * 2 * (2 * (16 + 2) + 2 * 16 * 2)),
+        # channels of a page of 3 tokens: a third of a scale and a zero for each element
+        ("int4_page", 3, 2 * 4 * 2 * (8 + 16 * 4 / 3)),
+    ],
+)
+def test_kv_bytes_per_token(folder: Path, codec: str, page_tokens: int, expected: float):
+    options = PlanOptions(kv_memory_bytes=1 << 20, kv_codec=codec, page_tokens=page_tokens)
     report = plan_report(folder, options)
 
-    assert report.kv_bytes_per_token == 2 * 2 * (2 * (16 + 2) + 2 * 16 * 2)
-    assert report.step.kv_read_bytes == report.batch * 512 * report.kv_bytes_per_token
+    assert report.kv_bytes_per_token == math.ceil(expected)
+    assert report.step.kv_read_bytes == pytest.approx(report.batch * 512 * expected, rel=1e-5)
 
 
 def test_promoted_token_records_are_counted_for_every_sequence(folder: Path):
@@ -314,25 +303,6 @@ def test_promoted_token_records_are_counted_for_every_sequence(folder: Path):
     assert by_bytes - 1 <= mixed.capacity.sequences <= by_bytes  # classes of pages lose slabs
     assert mixed.capacity.sequences < plain.capacity.sequences
     assert mixed.kv_bytes_per_token == plain.kv_bytes_per_token == 4 * slot_bytes
-
-
-def test_kv_bytes_per_token_are_rounded_up_to_an_integer(folder: Path):
-    """Channels of a page of 3 tokens: a third of a scale and a zero for each element."""
-    options = PlanOptions(kv_memory_bytes=1 << 20, kv_codec="int4_page", page_tokens=3)
-
-    expected = 2 * 4 * 2 * (8 + 16 * 4 / 3)
-    assert plan_report(folder, options).kv_bytes_per_token == -(-expected // 1)
-
-
-def test_default_sequence_length_is_the_model_context(folder: Path):
-    assert plan_report(folder).capacity.sequence_tokens == 512
-
-
-def test_missing_dtype_is_float32(folder: Path):
-    config = {key: value for key, value in TINY.items() if key != "torch_dtype"}
-    (folder / "config.json").write_text(json.dumps(config))
-
-    assert plan_report(folder).dtype == "float32"
 
 
 @pytest.mark.parametrize(
@@ -418,13 +388,7 @@ def test_missing_dtype_is_float32(folder: Path):
     ],
 )
 def test_each_kind_of_layer_is_shown_with_its_bytes(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    codec: str,
-    shown: list[str],
-    per_token: int,
-    saved: int,
+    folder, monkeypatch, name, codec, shown, per_token, saved
 ):
     monkeypatch.setenv("COLUMNS", "200")
     (folder / "config.json").write_text(json.dumps(PUBLIC_SHAPES[name]))
@@ -485,9 +449,7 @@ def test_latents_of_deepseek_v3_in_80_gib(folder: Path):
         ),
     ],
 )
-def test_states_and_latents_of_several_widths_are_shown(
-    folder: Path, model_type: str, codec: str, shown: list[str]
-):
+def test_states_and_latents_of_several_widths_are_shown(folder, model_type, codec, shown):
     config_of(model_type).save_pretrained(folder)
 
     options = ("--memory", "64GiB", "--workload", "100,20,4", "--kv-codec", codec)
@@ -508,13 +470,7 @@ def test_default_model_is_quire_tiny_and_all_sections_are_printed():
     assert "benefit of KV management" in result.output
 
 
-def bar_of(result: Result) -> str:
-    return next(line for line in result.output.splitlines() if line.startswith("["))
-
-
-def test_values_of_a_config_file_are_defaults_and_flags_take_precedence(
-    folder: Path, tmp_path: Path
-):
+def test_values_of_a_config_file_are_defaults_and_flags_take_precedence(folder, tmp_path):
     file = tmp_path / "engine.toml"
     file.write_text(
         f'model = "{folder}"\nkv-codec = "int8"\nkv-memory = "1MiB"\nblock-size = 32\n'
@@ -527,16 +483,8 @@ def test_values_of_a_config_file_are_defaults_and_flags_take_precedence(
     config = json.loads(result.stdout.splitlines()[-1])["config"]
     assert (config["kv_codec"], config["page_tokens"]) == ("int8", 32)
     assert config["kv_memory_bytes"] == 2 << 20
-
-
-def test_eviction_rule_on_the_command_line_needs_maximize_batch(folder: Path, tmp_path: Path):
-    file = tmp_path / "engine.toml"
-    file.write_text('evict = "h2o:cap=64"\n')
-
-    result = quire_plan(str(folder), "--config", str(file), "--evict", "recent:cap=64")
-
-    assert result.exit_code == 2
-    assert "--maximize-batch" in result.output
+    refused = quire_plan("--config", str(file), "--evict", "recent:cap=64")
+    assert (refused.exit_code, "--maximize-batch" in refused.output) == (2, True)
 
 
 def test_memory_bar_is_proportional(folder: Path):
@@ -545,7 +493,7 @@ def test_memory_bar_is_proportional(folder: Path):
         str(folder), "--memory", "2MiB", "--headroom", "1MiB", "--kv-memory", "512KiB",
         "--activation-peak", "1B", "--device", "cuda",
     )  # fmt: skip
-    bar = bar_of(result)
+    bar = next(line for line in result.output.splitlines() if line.startswith("["))
 
     assert len(bar) == 66
     assert (bar.count("K"), bar.count("A")) == (16, 1)
@@ -564,15 +512,8 @@ def test_unsupported_model_is_refused(tmp_path: Path):
 
 
 def test_default_max_num_batched_tokens_is_that_of_the_engine():
-    assert PlanOptions().max_num_batched_tokens == ScheduleConfig().max_num_batched_tokens
-    assert quire_plan("--memory", "1GiB").output == (
-        quire_plan(
-            "--memory",
-            "1GiB",
-            "--max-num-batched-tokens",
-            str(ScheduleConfig().max_num_batched_tokens),
-        ).output
-    )
+    tokens = ScheduleConfig().max_num_batched_tokens
+    assert PlanOptions().max_num_batched_tokens == tokens
 
 
 @pytest.mark.parametrize(
@@ -598,9 +539,7 @@ def test_default_max_num_batched_tokens_is_that_of_the_engine():
         (("--workload=-1,2,3",), "expected input tokens"),
     ],
 )
-def test_invalid_options_print_one_line_with_the_expected_value(
-    folder: Path, arguments: tuple[str, ...], message: str
-):
+def test_invalid_options_print_one_line_with_the_expected_value(folder, arguments, message):
     result = quire_plan(str(folder), *arguments)
 
     assert result.exit_code == 2
@@ -610,12 +549,9 @@ def test_invalid_options_print_one_line_with_the_expected_value(
 
 
 def test_folder_without_a_model_prints_one_error(tmp_path: Path):
-    missing = quire_plan(str(tmp_path / "nowhere"))
-    empty = quire_plan(str(tmp_path))
-
-    assert (missing.exit_code, empty.exit_code) == (2, 2)
-    assert "no such folder" in missing.stderr
-    assert "has no config.json" in empty.stderr
+    for folder, message in (("nowhere", "no such folder"), ("", "has no config.json")):
+        result = quire_plan(str(tmp_path / folder))
+        assert (result.exit_code, message in result.stderr) == (2, True)
 
 
 def test_hub_model_is_planned_from_its_config_only(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -634,15 +570,12 @@ def test_hub_model_is_planned_from_its_config_only(folder: Path, monkeypatch: py
     assert fetched == {"org/model": ["config.json"]}
 
 
-def test_missing_config_key_is_named(folder: Path):
+def test_missing_and_unusable_values_of_a_config_are_named(folder: Path):
+    (folder / "config.json").write_text(json.dumps(TINY | {"torch_dtype": None}))
+    assert plan_report(folder).dtype == "float32"
     (folder / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
-
     assert "num_hidden_layers" in quire_plan(str(folder)).stderr
-
-
-def test_dtype_that_is_not_a_string_is_refused(folder: Path):
     (folder / "config.json").write_text(json.dumps(TINY | {"torch_dtype": 16}))
-
     with pytest.raises(ModelError, match="'torch_dtype' is 16"):
         plan_report(folder)
 
@@ -675,7 +608,191 @@ def test_sequence_beyond_the_context_gives_the_reason_and_no_figures_of_a_batch(
 
     [row] = [line for line in too_long.stdout.splitlines() if "sequences of 513 tokens" in line]
     assert "impossible: the model's context is 512 tokens" in row
-    assert "batch of 3" in possible.stdout
-    assert "KV reads exceed weight reads" in possible.stdout
-    assert "batch" not in too_long.stdout
-    assert "KV reads" not in too_long.stdout
+    for text in ("batch of 3", "KV reads exceed weight reads"):
+        assert text in possible.stdout
+        assert text.partition(" of")[0].partition(" exc")[0] not in too_long.stdout
+
+
+BLOCKS = {"num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4}
+BLOCKS |= {"vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 2_048}
+LLAMA_125M = TINY | BLOCKS | {"max_position_embeddings": 8_192, "torch_dtype": "bfloat16"}
+RATES = StepRates(
+    whole=PrefillRates(token_s=1e-4),
+    blocks=PrefillRates(token_s=2e-4),
+    decode=DecodeRates(batch_s=((1, 0.01),), slot_s=5e-7),
+)
+ARMS = ("full", "decode", "decode_extreme", "prefill_and_decode")
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of LLAMA_125M, and an empty cache: no stored measurements."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_125M))
+    return tmp_path
+
+
+@pytest.fixture
+def cache(large: Path) -> Path:
+    return large / "cache" / "quire" / "ceilings.json"
+
+
+def arguments_of(folder: Path, *more: str) -> list[str]:
+    lengths = ("--maximize-batch", "3584,512", "--kv-memory", "96MiB", "--cap", "896")
+    return [str(folder), *lengths, "--memory", "4GiB", "--json", *more]
+
+
+def last_line(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.output.splitlines()[-1])
+    return found
+
+
+def store(path: Path, rates: dict[str, StepRates]) -> None:
+    key = model_key(ModelSpec.from_config(LLAMA_125M), dtype="bfloat16", device="cpu")
+    measured = {"read_bytes_per_s": 2e10, "copy_bytes_per_s": 1e10, "products": ()}
+    steps = {steps_key(key, rule): rate for rule, rate in rates.items()}
+    machine = this_machine(torch.get_num_threads())
+    write_ceilings(Ceilings(machine=machine, steps=steps, **measured), path)
+
+
+def test_batches_and_row_bytes_follow_from_page_sizes(large: Path):
+    """96 MiB are 8,192 tokens of 12,288 B; 48 lanes of one head, 12 of a layer.
+
+    full       4,095 tokens: 256 pages of 16,384 B in 12 lanes
+    decode     3,584 tokens: 224 pages of 4,224 B (64 B of positions, in whole vectors) and of 64 B
+               of attention sums in 48 lanes
+    extreme    224 layer pages of 16,512 B in 12 lanes: all heads retain the newest token
+    both       896 tokens: 56 pages in 48 lanes, 8.7 times
+    """
+    claims = last_line(quire_plan(*arguments_of(large)))["claims"]
+
+    assert [claims[f"{arm}_batch"] for arm in ARMS] == [2, 2, 2, 8]
+    rows = [claims[f"{arm}_row_bytes"] for arm in ARMS]
+    assert rows[0::2] == [256 * 12 * 16_384, 224 * 12 * 16_512]
+    assert rows[1::2] == [224 * 48 * (4_224 + 64), 56 * 48 * (4_224 + 64)]
+
+
+def test_promoted_records_are_counted_for_rules_that_score_tokens(large: Path):
+    """8 records of a head in 48 lanes: key and value of 64 elements and a scale, a position."""
+    codec = "int4+residual=64"
+    plain, mixed = (
+        last_line(quire_plan(*arguments_of(large, "--kv-codec", codec + more)))["claims"]
+        for more in ("", "+promoted=8:int8")
+    )
+    record_bytes = 2 * (64 + 2) + 4
+    page_bytes = -(-8 * record_bytes // 64) * 64
+
+    more_bytes = [mixed[f"{arm}_row_bytes"] - plain[f"{arm}_row_bytes"] for arm in ARMS]
+    assert more_bytes == [0, 48 * page_bytes, 0, 48 * page_bytes]
+
+
+@pytest.mark.parametrize(("rows", "batches"), [(1, [1, 1, 1, 4]), (4, [4, 4, 4, 17])])
+def test_batch_of_full_kv_is_the_number_of_full_rows_in_the_pool(large: Path, rows, batches):
+    """At a pool of b x 4,096 tokens ED and FKV have a batch of b, as in the paper."""
+    run = last_line(quire_plan(*arguments_of(large, "--kv-memory", f"{rows * 48}MiB")))
+
+    assert [run["claims"][f"{arm}_batch"] for arm in ARMS] == batches
+
+
+def test_without_measurements_rates_are_reported_as_missing(large: Path):
+    result = quire_plan(*arguments_of(large))
+    run = last_line(result)
+
+    assert not any(name.endswith("tokens_per_s") for name in run["claims"])
+    assert "prefill_and_decode_pays" not in run["claims"]
+    assert "run `quire profile MODEL --evict full`" in run["arms"]["missing"][0]
+    assert "unknown" in result.output
+
+
+def test_throughput_is_predicted_from_stored_rates(large: Path, cache: Path):
+    """Full KV, 2 rows: 7,168 tokens of 0.1 ms; 511 steps of 10 ms plus 0.5 us per row and slot.
+
+    A row has 3,585 to 4,095 slots.
+    """
+    store(cache, {"full": RATES, "recent": RATES, "average": RATES})
+    run = last_line(quire_plan(*arguments_of(large)))
+    decode_s = 511 * 0.01 + 2 * 5e-7 * sum(range(3_585, 4_096))
+
+    claims = run["claims"]
+    assert claims["full_tokens_per_s"] == pytest.approx(1_024 / (0.7168 + decode_s))
+    assert claims["prefill_and_decode_tokens_per_s"] > claims["decode_extreme_tokens_per_s"]
+    assert claims["prefill_and_decode_pays"] == 1
+    assert run["arms"]["missing"] == []
+
+
+def test_eviction_rules_are_not_wrapped_in_a_narrow_terminal(large, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = quire_plan(*arguments_of(large, "--evict", "tova")).output
+
+    assert "\nprefill and decode: --evict 'tova:cap=896,when=prefill_and_decode'\n" in text
+    assert "\ndecode, to 2 tokens: a bound on eviction in decode, not a rule for use\n" in text
+
+
+def test_missing_rates_are_named_with_the_option_that_measures_them(large: Path, cache: Path):
+    store(cache, {"full": RATES, "recent": RATES, "average": RATES})
+    tova = last_line(quire_plan(*arguments_of(large, "--evict", "tova:cap=9")))
+    assert "full_tokens_per_s" in tova["claims"]
+    assert "decode_tokens_per_s" not in tova["claims"]
+    [missing] = tova["arms"]["missing"]
+    assert "run `quire profile MODEL --evict tova`" in missing
+    run = last_line(quire_plan(*arguments_of(large, "--weight-codec", "int4")))
+
+    full, *_ = run["arms"]["missing"]
+    assert full.startswith("steps of this model in int4 with full were not measured")
+    assert "run `quire profile MODEL --weight-codec int4 --evict full`" in full
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [("--batch", "2", "memory suffices"), ("--maximize-batch", "800,512", "within the cap")],
+)
+def test_a_batch_that_needs_no_eviction_is_reported(large: Path, option, value, reason):
+    run = last_line(quire_plan(*arguments_of(large, option, value)))
+
+    assert run["claims"]["prefill_and_decode_pays"] == 0
+    assert reason in run["arms"]["verdict"]["reasons"][0]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--maximize-batch", "3584"), "3584,512"),
+        (("--maximize-batch", "0,1"), "3584,512"),
+        (("--maximize-batch", "3,4,5"), "3584,512"),
+        (("--maximize-batch", "8000,512"), "context of 8,192"),
+        (("--cap", "many"), "expected a cap"),
+        (("--cap", "64", "--every", "64"), "every < cap"),
+        (("--evict", "h3o"), "h2o"),
+        (("--evict", "full"), "retains all tokens"),
+        (("--kv-memory", "1KiB"), "hold"),
+    ],
+)
+def test_invalid_batch_is_refused(large: Path, more, message):
+    result = quire_plan(*arguments_of(large, *more))
+
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.mark.parametrize("alone", ["--evict tova:cap=9", "--cap 9", "--every 9", "--threads 1"])
+def test_batch_options_without_maximize_batch_are_refused(large: Path, alone):
+    result = quire_plan(str(large), *alone.split())
+
+    assert result.exit_code == 2
+    assert "--maximize-batch" in result.output
+
+
+def test_memory_plan_does_not_load_torch(large: Path):
+    code = (
+        "import sys, typer; from typer.testing import CliRunner; from quire.cli.plan import plan;"
+        f"app = typer.Typer(); app.command()(plan); r = CliRunner().invoke(app, [{str(large)!r}]);"
+        "assert r.exit_code == 0, r.output\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_steps_key_ignores_cap_and_interval():
+    assert steps_key("m", "recent:cap=2,every=1,when=decode") == "m; recent"
+    assert steps_key("m", "h2o:recent=9,cap=25%") == "m; h2o:recent=9"

@@ -1,4 +1,4 @@
-"""`quire profile`: quick runs, JSON, invalid options."""
+"""`quire profile` and `quire bench`: quick runs, JSON, invalid options."""
 
 import json
 from dataclasses import replace
@@ -18,7 +18,7 @@ def quire(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
 
 
-def last_line(result: Result) -> dict[str, Any]:
+def profile_of(result: Result) -> dict[str, Any]:
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return found
@@ -26,20 +26,16 @@ def last_line(result: Result) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and a profile smaller than --quick: values are only compared."""
+    small = replace(ceilings.QUICK_PROFILE, repeats=2, buffer_bytes=8 << 20)
+    monkeypatch.setattr(ceilings, "QUICK_PROFILE", small)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
-@pytest.fixture(autouse=True)
-def small_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A profile smaller than --quick: the measured values are only compared with each other."""
-    small = replace(ceilings.QUICK_PROFILE, repeats=2, buffer_bytes=8 << 20)
-    monkeypatch.setattr(ceilings, "QUICK_PROFILE", small)
-
-
 def test_profile_is_written_and_read_back(tmp_path: Path):
     path = tmp_path / "ceilings.json"
-    run = last_line(quire("profile", "--quick", "--output", str(path), "--json"))
+    run = profile_of(quire("profile", "--quick", "--output", str(path), "--json"))
 
     found = read_ceilings(path, this_machine(run["config"]["threads"]))
     assert isinstance(found, Ceilings)
@@ -53,8 +49,8 @@ def test_profile_is_written_and_read_back(tmp_path: Path):
 def test_profile_retains_the_rates_of_models_measured_before(tmp_path: Path):
     path = tmp_path / "ceilings.json"
     arguments = ("profile", "--quick", "--output", str(path), "--json")
-    first = last_line(quire(*arguments, "quire-tiny"))
-    last_line(quire(*arguments))
+    first = profile_of(quire(*arguments, "quire-tiny"))
+    profile_of(quire(*arguments))
 
     found = read_ceilings(path, this_machine(first["config"]["threads"]))
     assert isinstance(found, Ceilings)
@@ -71,27 +67,56 @@ def test_profile_of_a_missing_model_fails_before_measuring(tmp_path: Path):
     assert "GB/s" not in result.output
 
 
-def test_eviction_rule_without_a_model_is_refused():
-    result = quire("profile", "--quick", "--evict", "h2o")
-
-    assert result.exit_code == 2
-    assert "--evict 'h2o' has no effect without a model: " in result.stderr
-
-
 def test_quick_profile_does_not_replace_the_stored_profile(cache: Path):
-    assert last_line(quire("profile", "--quick", "--json"))["config"]["output"] is None
+    assert profile_of(quire("profile", "--quick", "--json"))["config"]["output"] is None
     assert not cache.exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("profile", "--quick", "--evict", "h2o"), "'h2o' has no effect without a model: "),
         (("serve", "--host", ""), "0.0.0.0 for all"),
         (("calibrate", "quire-tiny", "--kv-codec", " ; "), "--kv-codec with one or more codecs"),
     ],
 )
-def test_empty_option_values_are_refused(arguments, message):
+def test_empty_or_unused_option_values_are_refused(arguments, message):
     result = quire(*arguments)
 
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+SMALL = ("--kv-memory", "4MiB", "--no-verify", "--threads", "1", "--dtype", "float32")
+SHAPE = ("--input-len", "24", "--output-len", "4", "--num-iters", "2", "--num-iters-warmup", "1")
+
+
+def bench(*arguments: str) -> dict[str, Any]:
+    return profile_of(quire("bench", *arguments, *SMALL, *SHAPE, "--json"))
+
+
+def test_throughput_counts_requests_and_tokens_per_second():
+    run = bench("throughput", "quire-tiny", "--num-prompts", "3")
+
+    claims = run["claims"]
+    assert len(run["arms"]["rounds"]) == 2
+    assert claims["requests_per_s"] == pytest.approx(3 / claims["total_s"])
+    assert claims["output_tokens_per_s"] == pytest.approx(12 / claims["total_s"])
+    assert claims["total_tokens_per_s"] == pytest.approx((72 + 12) / claims["total_s"])
+    assert 0 < claims["kv_peak_bytes"] <= claims["kv_total_bytes"] <= 4 << 20
+
+
+def test_latency_reports_percentiles_of_batches():
+    run = bench("latency", "quire-tiny", "--batch-size", "2")
+
+    claims, totals = run["claims"], [found["total_s"] for found in run["arms"]["rounds"]]
+    assert min(totals) <= claims["latency_p50_s"] <= claims["latency_p99_s"] <= max(totals)
+    assert 0 < claims["first_token_p50_s"] < claims["latency_mean_s"]
+    assert run["config"]["shape"]["requests"] == 2
+
+
+def test_length_beyond_the_context_is_refused():
+    result = quire("bench", "throughput", *SMALL, "--input-len", "99999")
+
+    assert result.exit_code == 2
+    assert "--input-len + --output-len" in result.stderr

@@ -25,15 +25,12 @@ TINY = "quire-tiny"
 
 
 def open_llm(weights_memory: str) -> LLM:
-    loading = ModelConfig(
-        dtype="float32", device="cpu", verify=False, weights_memory=weights_memory
-    )
+    model = {"dtype": "float32", "device": "cpu", "verify": False}
+    loading = ModelConfig(weights_memory=weights_memory, **model)
     return Settings(loading=loading, kv=KVConfig(memory="4MiB")).open_llm()
 
 
-def test_offloaded_weights_give_the_same_output_and_stay_within_the_budget(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_offloaded_weights_give_the_same_output_and_stay_within_the_budget(capsys):
     resident, offloaded = open_llm("all"), open_llm("12MiB")
     expected = resident.generate("The quick brown", GREEDY)[0]
     output = offloaded.generate("The quick brown", GREEDY)[0]
@@ -72,12 +69,9 @@ def test_a_process_with_offloaded_weights_ends_without_reports_of_triton(command
     pytest.importorskip("triton")
     options = ["--weights-memory", "9MiB", "--device", "cpu", "--dtype", "float32"]
     options += ["a", "--max-tokens", "2"] if command == "generate" else ["--port", "0"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "quire", command, TINY, "--kv-memory", "2MiB", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    line = [sys.executable, "-m", "quire", command, TINY, "--kv-memory", "2MiB", *options]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True)
     if command == "serve":
         assert process.stdout is not None
         while not process.stdout.readline().startswith("Serving"):
@@ -99,13 +93,10 @@ def test_too_small_weights_memory_is_refused(tmp_path: Path):
     assert "is too small: the model" in str(result.exception) + result.output
 
 
-@pytest.mark.parametrize("text", ["much", "-1", ""])
-def test_invalid_weights_memory_is_refused(text: str):
-    with pytest.raises(ConfigError, match=r"expected bytes, a size such as 4GiB, or all"):
-        load_model(TINY, placer=place_beyond(text))
-
-
-def test_weights_memory_of_a_loaded_model_is_refused():
+def test_unusable_weights_memory_is_refused():
+    for text in ("much", "-1", ""):
+        with pytest.raises(ConfigError, match=r"expected bytes, a size such as 4GiB, or all"):
+            load_model(TINY, placer=place_beyond(text))
     model = open_llm("all").model
     with pytest.raises(ConfigError, match="weights_memory cannot be set for a loaded model"):
         LLM(model, weights_memory="12MiB")

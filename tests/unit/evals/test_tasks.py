@@ -2,12 +2,27 @@
 
 import hashlib
 import random
+import re
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
 from quire.errors import ConfigError, UnknownName
-from quire.evals.tasks import FAMILIES, Setting, build, make, names, rough_measure
-from quire.evals.tasks.words import CLASS_NAMES, class_words, vocabulary
+from quire.evals.questions import DEPTHS, DOCUMENT_START, make_questions
+from quire.evals.tasks import (
+    FAMILIES,
+    BookFiller,
+    Setting,
+    build,
+    make,
+    names,
+    rough_measure,
+    synthetic_filler,
+)
+from quire.evals.tasks.words import CLASS_NAMES, class_words, haystack, vocabulary
 
 PLACED = [name for name in FAMILIES if name not in ("labels", "arithmetic", "headline")]
 BURIED = [name for name in PLACED if name not in ("copy",)]
@@ -119,27 +134,84 @@ def test_hops_select_direct_or_indirect_variables():
 
 def test_arithmetic_answers_are_correct():
     for seed in range(30):
-        answer = make("arithmetic", seed, 60, digits=2, steps=True).queries[0].answer
-        question = make("arithmetic", seed, 60, digits=2, steps=True).queries[0].question
-        _, left, sign, right, _ = question.split()
+        query = make("arithmetic", seed, 60, digits=2, steps=True).queries[0]
+        _, left, sign, right, _ = query.question.split()
         total = int(left) + int(right) if sign == "+" else int(left) - int(right)
 
-        assert answer.endswith(str(total))
+        assert query.answer.endswith(str(total))
 
 
-def test_unknown_task_suggests_the_nearest():
+def test_unknown_names_and_settings_out_of_range_are_refused():
     with pytest.raises(UnknownName, match="did you mean lines"):
         make("line", 0, 100)
-
-
-def test_an_unknown_option_is_refused():
     with pytest.raises(UnknownName, match="digits"):
         make("lines", 0, 100, digit=3)
     with pytest.raises(UnknownName, match="option of task 'labels'"):
         build("labels", random.Random(0), Setting(tokens=100), needles=2)
+    for options in ({"depth": 1.5}, {"depth": -0.1}, {"tokens": 0}):
+        with pytest.raises(ConfigError, match="expected"):
+            Setting(**{"tokens": 100, **options})
 
 
-@pytest.mark.parametrize("options", [{"depth": 1.5}, {"depth": -0.1}, {"tokens": 0}])
-def test_setting_out_of_range_is_refused(options):
-    with pytest.raises(ConfigError, match="expected"):
-        Setting(**{"tokens": 100, **options})
+def test_packaged_books_are_small_ascii_text_and_named():
+    text = haystack().text
+
+    assert text.isascii()
+    assert 150_000 < len(text) < 200_000
+    assert "<|" not in text
+    assert not set(text) - {chr(code) for code in range(32, 127)} - {"\n"}
+    notes = (files("quire") / "assets" / "haystack.md").read_text()
+
+    for title in ("As Easy as A.B.C.", "Solitary Cyclist", "Five Weeks in a Balloon"):
+        assert title in notes
+
+
+def test_slice_is_a_substring_cut_at_word_boundaries():
+    filler = haystack()
+    rng = random.Random(0)
+    for characters in (50, 1000, 9000):
+        text = filler(rng, characters)
+        start = filler.text.index(text)
+
+        assert characters - 60 < len(text) <= characters
+        assert start == 0 or filler.text[start - 1] == " "
+        assert filler.text[start + len(text)] == " "
+    assert haystack()(rng, 0) == ""
+    assert BookFiller("once upon a time ")(random.Random(0), 500) == "upon a time"  # the whole book
+
+
+def test_synthetic_filler_is_reproducible():
+    text = synthetic_filler(random.Random(0), 400)
+
+    assert 380 < len(text) <= 400
+    assert text == synthetic_filler(random.Random(0), 400)
+
+
+@pytest.mark.parametrize("task", names())
+def test_prompt_and_answer_fit_the_requested_length(task: str):
+    found = make_questions(task, 200, 10, measure=rough_measure)
+
+    assert [question.depth for question in found] == [*DEPTHS, *DEPTHS]
+    assert len({question.prompt for question in found}) == 10
+    for question in found:
+        assert question.prompt.startswith(DOCUMENT_START)
+        assert rough_measure(question.prompt + question.answer) <= 200
+    assert found[:3] == make_questions(task, 200, 3, measure=rough_measure)
+
+
+def test_too_small_length_of_questions_is_refused():
+    short = r"'niah' fits into 20 tokens: expected --tokens of (\d+) or more"
+    with pytest.raises(ConfigError, match=short) as refused:
+        make_questions("niah", 20, 10, measure=rough_measure)
+    found = re.search(short, str(refused.value))
+    least = int(found[1])
+
+    assert len(make_questions("niah", least, 10, measure=rough_measure)) == 10
+    with pytest.raises(ConfigError, match=f"expected --tokens of {least} or more"):
+        make_questions("niah", least - 1, 10, measure=rough_measure)
+
+
+def test_tasks_and_questions_load_neither_torch_nor_numpy():
+    source = Path(str(files("quire") / "assets")).parents[1]
+    code = "import sys, quire.evals.questions; assert not {'torch', 'numpy'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(source)})

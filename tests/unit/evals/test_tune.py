@@ -28,13 +28,9 @@ def exact(mean):
 
 
 def test_space_has_the_baseline_first_and_every_combination_once():
-    space = Space(
-        codecs=("none", "int8"),
-        rules=("full", "snapkv:window=8", "h2o"),
-        caps=("50%", "128"),
-        schedules=("prefill_end",),
-        budgets=("uniform", "pyramid"),
-    )
+    rules = ("full", "snapkv:window=8", "h2o")
+    lists = {"caps": ("50%", "128"), "budgets": ("uniform", "pyramid")}
+    space = Space(codecs=("none", "int8"), rules=rules, schedules=("prefill_end",), **lists)
 
     found = space.candidates()
 
@@ -42,9 +38,6 @@ def test_space_has_the_baseline_first_and_every_combination_once():
     assert len(found) == len(set(found)) == 2 * (1 + 2 * 2 * 2)
     assert SearchCandidate("int8", "snapkv:window=8,cap=50%,when=prefill_end") in found
     assert SearchCandidate("none", "h2o:cap=128,when=prefill_end,budget=(pyramid)") in found
-
-
-def test_empty_list_is_refused():
     with pytest.raises(ConfigError, match="--caps has no values"):
         Space(caps=())
 
@@ -69,9 +62,8 @@ def test_search_finds_the_max_requests_that_reach_the_quality(found):
     rows = {one: r for one, (r, _) in zip(candidates, found, strict=True)}
     quality = {one: exact(q) for one, (_, q) in zip(candidates, found, strict=True)}
 
-    rounds = halve(
-        candidates, rows, lambda one, _: quality[one], parts=alone, prompts=200, wanted=0.9
-    )
+    options = {"parts": alone, "prompts": 200, "wanted": 0.9}
+    rounds = halve(candidates, rows, lambda one, _: quality[one], **options)
 
     good = [one for one in candidates if quality[one].mean >= 0.9]
     assert bool(good) == bool(rounds[-1].kept)
@@ -81,10 +73,7 @@ def test_search_finds_the_max_requests_that_reach_the_quality(found):
 
 def test_a_poor_codec_removes_its_combinations_unmeasured():
     space = Space(codecs=("none", "int4"), rules=("h2o",), caps=("50%",), schedules=("decode",))
-    codec, both = (
-        SearchCandidate("int4", "full"),
-        SearchCandidate("int4", "h2o:cap=50%,when=decode"),
-    )
+    codec, both = (SearchCandidate("int4", rule) for rule in ("full", "h2o:cap=50%,when=decode"))
     measured = []
 
     def measure(one, count):
@@ -119,11 +108,9 @@ def test_the_first_round_removes_what_no_prompt_speaks_for():
 def test_the_place_of_the_search_and_the_prompts_left_are_noted():
     notes = []
     rows, few = dict.fromkeys(CANDIDATES, 10), CANDIDATES[:6]
+    options = {"prompts": 18, "wanted": 0.9, "note": lambda *found: notes.append(found)}
 
-    def note(*found):
-        notes.append(found)
-
-    halve(few, rows, lambda *_: exact(1.0), parts=alone, prompts=18, wanted=0.9, note=note)
+    halve(few, rows, lambda *_: exact(1.0), parts=alone, **options)
 
     first, then = 6 * 4, 2 * (6 - 4) + 1 * (18 - 6)
     assert notes[0] == ("round 1/3, 1/6", first - 4 + then)
@@ -171,32 +158,31 @@ def test_prompts_are_divided_without_overlap():
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("option", "value"),
     [
-        ({"metric": "f1"}, "--metric"),
-        ({"objective": "cost"}, "--objective"),
-        ({"min_quality": 1.5}, "--min-quality"),
-        ({"held_out": 1.0}, "--held-out"),
-        ({"max_tokens": 0}, "--max-tokens"),
+        *(("metric", "f1"), ("objective", "cost"), ("min_quality", 1.5)),
+        *(("held_out", 1.0), ("max_tokens", 0)),
     ],
 )
-def test_options_out_of_range_are_refused(options, expected):
-    with pytest.raises(ConfigError, match=expected):
-        TuneConfig(**options)
+def test_options_out_of_range_are_refused(option, value):
+    with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')}"):
+        TuneConfig(**{option: value})
 
 
-SMALL = (
-    *("tune", "quire-tiny", "--kv-memory", "4MiB", "--max-tokens", "6", "--min-quality", "0.9"),
-    *("--codecs", "none,int8,int2", "--rules", "full;recent", "--caps", "50%", "--json"),
-    *("--schedules", "prefill_end"),
-)
+SMALL = """tune quire-tiny --kv-memory 4MiB --max-tokens 6 --min-quality 0.9 --json
+    --codecs none,int8,int2 --rules full;recent --caps 50% --schedules prefill_end"""
 
 
-def run(folder, *more):
-    result = CliRunner().invoke(app, [*SMALL, *more, "--out", str(folder / "out")])
+def tune(data, *more):
+    return CliRunner().invoke(
+        app, [*SMALL.split(), "--data", str(data), "--out", str(data.parent / "out"), *more]
+    )
+
+
+def run(data, *more):
+    result = tune(data, *more)
     assert result.exit_code == 0, result.output
-    print(result.stderr)
-    return json.loads(result.stdout.splitlines()[-1])
+    return json.loads(result.stdout.splitlines()[-1]), result.stderr
 
 
 @pytest.fixture
@@ -207,13 +193,13 @@ def data(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_interrupted_search_goes_on_with_the_same_result(tmp_path, data, capsys):
-    whole = run(tmp_path, "--data", str(data))
+def test_an_interrupted_search_goes_on_with_the_same_result(tmp_path, data):
+    whole, _ = run(data)
     scores = tmp_path / "out" / "scores.jsonl"
     lines = scores.read_text().splitlines()
     scores.write_text("\n".join(lines[: len(lines) // 2]) + "\n" + lines[-1][:20])
 
-    again = run(tmp_path, "--data", str(data))
+    again, stderr = run(data)
 
     speeds = {name for name in whole["claims"] if name.endswith("tokens_per_s")}
     assert speeds
@@ -221,19 +207,14 @@ def test_an_interrupted_search_goes_on_with_the_same_result(tmp_path, data, caps
         assert again["claims"][name] == whole["claims"][name]
     assert again["arms"]["chosen"] == whole["arms"]["chosen"]
     assert again["arms"]["rounds"] == whole["arms"]["rounds"]
-    assert (
-        f"\nresumes: {len(lines) // 2} results are stored in {scores}\n" in capsys.readouterr().out
-    )
+    assert f"\nresumes: {len(lines) // 2} results are stored in {scores}\n" in stderr
 
 
-def test_a_search_ends_at_its_time_limit_with_the_best_candidate_so_far(
-    tmp_path, data, monkeypatch
-):
-    line = [*SMALL, "--data", str(data), "--out", str(tmp_path / "out"), "--time-limit", "3600"]
+def test_a_search_ends_at_its_time_limit_with_the_best_so_far(tmp_path, data, monkeypatch):
     checks = iter([False, False])
     monkeypatch.setattr(Pace, "is_over", property(lambda _: next(checks, True)))
 
-    ended = CliRunner().invoke(app, line)
+    ended = tune(data, "--time-limit", "3600")
 
     assert ended.exit_code == 2
     lines = ended.stderr.splitlines()
@@ -261,7 +242,7 @@ def search_with_rule(folder, data, *options):
     """Search with the rule in another process, in which only it is registered."""
     rule = folder / "raises.py"
     rule.write_text(RAISES)
-    line = [*SMALL, "--data", str(data), "--policy-file", str(rule), *options]
+    line = [*SMALL.split(), "--data", str(data), "--policy-file", str(rule), *options]
     command = [sys.executable, "-m", "quire", *line, "--out", str(folder / "out")]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
 
@@ -288,51 +269,40 @@ def test_a_search_whose_rules_all_raise_says_so(tmp_path, data):
 
 
 def test_the_result_holds_more_requests_and_its_file_is_a_configuration(tmp_path, data):
-    found = run(tmp_path, "--data", str(data))["claims"]
+    found, stderr = run(data)
 
-    assert found["requests_gain"] >= 1.8
-    assert found["held_out_quality"] >= 0.9
-    assert found["held_out_prompts"] == 6
-    assert found["chosen_running_at_once"] == 6 >= found["baseline_running_at_once"]
+    claims, words = found["claims"], " ".join(stderr.split())
+    assert claims["requests_gain"] >= 1.8
+    assert claims["held_out_quality"] >= 0.9
+    assert claims["held_out_prompts"] == 6
+    assert claims["chosen_running_at_once"] == 6 >= claims["baseline_running_at_once"]
+    assert re.match(r"[1-5] of 5 candidates hold more requests than the baseline's \d+;", stderr)
+    assert "on 6 prompts\n" in stderr
+    assert "on 6 held-out prompts\n" in stderr
+    holds = r"the KV memory holds (\d+) requests of \d+ prompt and 6 output tokens, (\S+) times the"
+    assert re.search(holds, words)
+    assert re.search(r"6 held-out prompts ran, 6 of them at once, \d+ tokens/s", words)
     page = (tmp_path / "out" / "tuned.md").read_text()
-    assert "Held-out prompts" in page
-    config = str(tmp_path / "out" / "tuned.toml")
-    used = CliRunner().invoke(
-        app, ["generate", "--config", config, "--prompt", "<|doc|>a", "--max-tokens", "2"]
-    )
+    few = "6 held-out prompts do not show a top_1 of 0.9: the interval begins at 0.5407; 36 equal"
+    assert few in words
+    assert all(text in page for text in (few, "Held-out prompts", "reached on these prompts"))
+    config = ["--config", str(tmp_path / "out" / "tuned.toml")]
+    line = ["generate", *config, "--prompt", "<|doc|>a", "--max-tokens", "2"]
+    used = CliRunner().invoke(app, line)
     assert used.exit_code == 0, used.output
 
 
 @pytest.mark.slow
 def test_the_file_has_the_dtype_and_the_page_size_of_the_search(tmp_path, data):
-    given = ("--data", str(data), "--dtype", "float32", "--block-size", "32", "--no-measure")
-
-    run(tmp_path, *given)
+    run(data, "--dtype", "float32", "--block-size", "32", "--no-measure")
 
     found = tomllib.loads((tmp_path / "out" / "tuned.toml").read_text())
     assert found["dtype"] == "float32"
     assert found["kv"]["page_tokens"] == 32
 
 
-def test_a_conclusion_from_few_prompts_says_how_many_show_the_quality(tmp_path, data):
-    line = [*SMALL, "--data", str(data), "--out", str(tmp_path / "out")]
-
-    stderr = " ".join(CliRunner().invoke(app, line).stderr.split())
-    page = (tmp_path / "out" / "tuned.md").read_text()
-
-    holds = r"the KV memory holds (\d+) requests of \d+ prompt and 6 output tokens, (\S+) times the"
-    assert re.search(holds, stderr)
-    assert re.search(r"6 held-out prompts ran, 6 of them at once, \d+ tokens/s", stderr)
-    few = "6 held-out prompts do not show a top_1 of 0.9: the interval begins at 0.5407; 36 equal"
-    assert few in stderr
-    assert few in page
-    assert "reached on these prompts" in page
-
-
-def test_a_baseline_that_is_chosen_is_measured_once(tmp_path, data):
-    line = [*SMALL, "--data", str(data), "--out", str(tmp_path / "out"), "--codecs", "none,int2"]
-
-    stderr = CliRunner().invoke(app, [*line, "--rules", "full", "--min-quality", "1"]).stderr
+def test_a_baseline_that_is_chosen_is_measured_once(data):
+    stderr = tune(data, "--codecs", "none,int2", "--rules", "full", "--min-quality", "1").stderr
 
     assert stderr.count("--kv-codec none --evict full: 6 held-out prompts ran") == 1
     assert (
@@ -344,60 +314,28 @@ def test_a_baseline_that_is_chosen_is_measured_once(tmp_path, data):
     assert "Use it" not in stderr
 
 
-def test_progress_counts_other_candidates_and_names_held_out_prompts(tmp_path, data):
-    line = [*SMALL, "--data", str(data), "--no-measure", "--out", str(tmp_path / "out")]
-
-    stderr = CliRunner().invoke(app, line).stderr
-
-    assert re.match(r"[1-5] of 5 candidates hold more requests than the baseline's \d+;", stderr)
-    assert "on 6 prompts\n" in stderr
-    assert "on 6 held-out prompts\n" in stderr
-
-
 @pytest.mark.parametrize(
-    ("line", "got"), [({"prompt": 5}, "got 5"), ({"question": "a"}, "got ['question']")]
-)
-def test_a_line_without_prompt_shows_what_it_has(tmp_path, line, got):
-    path = tmp_path / "wrong.jsonl"
-    path.write_text(json.dumps(line) + "\n")
-    arguments = ["tune", "quire-tiny", "--data", str(path), "--kv-memory", "4MiB"]
-
-    result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "o")])
-
-    assert result.exit_code == 2
-    assert got in " ".join(result.stderr.split())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("content", "options", "expected"),
     [
-        (("--kv-memory", "4MiB", "--evict", "h2o:cap=9"), "unknown option '--evict'"),
-        ((), "needs a KV memory of a fixed size"),
-        (("--kv-memory", "auto"), "add --kv-memory, such as 64MiB; auto may be another size in a"),
-        (("--kv-memory", "16KiB"), "one"),
-        (
-            ("--kv-memory", "4MiB", "--metric", "answer", "--max-tokens", "5000"),
-            "the model's context",
-        ),
+        ({"prompt": 5}, "--kv-memory 4MiB", "got 5"),
+        ({"question": "a"}, "--kv-memory 4MiB", "got ['question']"),
+        (None, "--kv-memory 4MiB --evict h2o:cap=9", "unknown option '--evict'"),
+        (None, "", "needs a KV memory of a fixed size"),
+        (None, "--kv-memory auto", "add --kv-memory, such as 64MiB; auto may be another size in a"),
+        (None, "--kv-memory 16KiB", "one"),
+        (None, "--kv-memory 4MiB --metric answer --max-tokens 5000", "the model's context"),
+        (None, "--data no.jsonl", "no such file"),  # reported before the options
     ],
 )
-def test_wrong_options_are_refused(tmp_path, data, arguments, expected):
-    line = ["tune", "quire-tiny", "--data", str(data), "--out", str(tmp_path / "o"), *arguments]
+def test_wrong_prompts_and_options_are_refused(data, content, options, expected):
+    if content:
+        data.write_text(json.dumps(content) + "\n")
+    line = ["tune", "quire-tiny", "--data", str(data), "--out", str(data.parent / "o")]
 
-    result = CliRunner().invoke(app, line)
+    result = CliRunner().invoke(app, [*line, *options.split()])
 
     assert result.exit_code == 2
     assert expected in " ".join(result.stderr.split())
-
-
-def test_missing_file_is_reported_before_the_options(tmp_path):
-    line = ["tune", "quire-tiny", "--data", str(tmp_path / "no.jsonl"), "--out", str(tmp_path)]
-
-    result = CliRunner().invoke(app, line)
-
-    assert result.exit_code == 2
-    assert "no such file" in " ".join(result.stderr.split())
-    assert "--kv-memory" not in result.stderr
 
 
 def test_help_names_the_required_options():

@@ -1,6 +1,6 @@
-"""Pages, the number of sequences that fit, and the limiting resource."""
+"""Sequences that fit and what limits them, division of the memory, workloads."""
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,44 +11,32 @@ from quire.errors import ConfigError, UnknownName
 from quire.kv.memory import KVMemory
 from quire.layout.eviction import KEEP_ALL, PREFILL_AND_DECODE, EvictionSpec
 from quire.layout.layout import layout_for
-from quire.layout.model import LayerSpec, ModelSpec
+from quire.layout.model import ExtraSpec, HeadShape, LayerSpec, MixtureSpec, ModelSpec
 from quire.plan.capacity import (
+    CapacityVerdict,
+    MemoryLayout,
+    Workload,
+    assess,
+    auto_kv_memory,
     capacity,
+    coded_weight_bytes,
+    decode_share,
+    estimate_activation_peak,
+    hidden_state_bytes,
     layer_kinds,
     sequence_bytes,
     state_bytes,
     token_bytes,
 )
 from quire.scheduler.peaks import Need, Peaks
-from support.model_specs import CACHE_KINDS
+from support.model_specs import CACHE_KINDS, small_spec
 
 
-def model_of(*windows: int | None, **changes: Any) -> ModelSpec:
-    fields: dict[str, Any] = {
-        "architecture": "x",
-        "num_layers": len(windows),
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "vocab_size": 100,
-        "max_positions": 1000,
-        "tied_embeddings": True,
-        "gated_mlp": True,
-        "layers": tuple(LayerSpec(window=window) for window in windows),
-    }
-    return ModelSpec(**(fields | changes))
+def model_of(*windows: int | None) -> ModelSpec:
+    return small_spec(*windows, head_dim=16)
 
 
 PAGE_BYTES = 2 * 2 * 16 * 16 * 2  # K and V, heads, tokens, head_dim, bytes of fp16
-
-
-def test_page_holds_keys_and_values_of_all_heads_of_one_layer():
-    layout = layout_for(model_of(None, None), page_tokens=16, codec="float16")
-
-    assert [group.page_class.page_bytes for group in layout.groups] == [PAGE_BYTES]
-    assert layout.groups[0].layers == (0, 1)
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(1, 3), (16, 3), (17, 6), (160, 30), (161, 33)])
@@ -72,9 +60,7 @@ def test_window_layers_are_bounded_by_the_pages_of_their_window():
     st.integers(1, 64),
     st.lists(st.none() | st.integers(1, 200), min_size=1, max_size=4),
 )
-def test_pages_hold_at_min_the_kv_bytes_of_the_model(
-    tokens: int, page_tokens: int, windows: list[int | None]
-):
+def test_pages_hold_at_min_the_kv_bytes_of_the_model(tokens, page_tokens, windows):
     model = model_of(*windows)
     layout = layout_for(model, page_tokens=page_tokens, codec="float16")
     needed = model.kv_bytes(tokens, 2)
@@ -113,9 +99,7 @@ BYTES_BY_HAND = [
 
 
 @pytest.mark.parametrize(("kind", "codec", "per_token", "saved", "held"), BYTES_BY_HAND)
-def test_bytes_of_each_kind_are_those_of_the_pool(
-    kind: str, codec: str, per_token: int, saved: int, held: int
-):
+def test_bytes_of_each_kind_are_those_of_the_pool(kind, codec, per_token, saved, held):
     """A sequence that grows to 40 tokens; its plan is for the peak, before pages are freed."""
     model = CACHE_KINDS[kind]
     layout = layout_for(model, page_tokens=16, codec=codec)
@@ -144,11 +128,6 @@ def test_bytes_of_each_kind_are_those_of_the_pool(
         assert bound is None or bound == 2 * group.page_class.page_bytes * group.num_lanes
 
 
-def test_a_memory_without_room_for_one_token_names_the_page_of_each_kind():
-    with pytest.raises(ConfigError, match="2,048 B in each of 1 layer and a page of 1,024 B in"):
-        fits(4095, 1, model=CACHE_KINDS["by_layer"])
-
-
 def fits(kv_bytes: int, tokens: int, batch: int = 1, model: ModelSpec | None = None):
     model = model or model_of(None, None)
     layout = layout_for(model, page_tokens=16, codec="float16")
@@ -174,6 +153,8 @@ def test_longest_sequence_is_limited_by_memory_or_context():
 
     assert (by_memory.longest_tokens, by_memory.longest_limit) == (241, "memory")
     assert (by_context.longest_tokens, by_context.longest_limit) == (1000, "context")
+    too_long = fits(10_000 * PAGE_BYTES, 1001)
+    assert (too_long.sequences, too_long.limit) == (0, "context")
 
 
 @given(
@@ -183,9 +164,7 @@ def test_longest_sequence_is_limited_by_memory_or_context():
     cap=st.none() | st.integers(16, 600),
     kind=st.none() | st.sampled_from(sorted(CACHE_KINDS)),
 )
-def test_the_engine_holds_what_is_planned(
-    kv_bytes: int, tokens: int, codec: str, cap: int | None, kind: str | None
-):
+def test_the_engine_holds_what_is_planned(kv_bytes, tokens, codec, cap, kind):
     """Slabs of the arena are counted: a plan of bytes alone would promise more."""
     model = model_of(None, None, None) if kind is None else CACHE_KINDS[kind]
     cap = cap if kind is None else None
@@ -200,26 +179,181 @@ def test_the_engine_holds_what_is_planned(
     assert not peaks.fit_alone(counts * (held.sequences + 1))
 
 
-def test_no_sequence_longer_than_the_context_fits():
-    result = fits(10_000 * PAGE_BYTES, 1001)
-
-    assert result.sequences == 0
-    assert result.limit == "context"
-
-
-def test_pool_smaller_than_one_token_is_refused_with_the_page_size():
+def test_pool_smaller_than_one_token_is_refused_with_the_page_of_each_kind():
+    with pytest.raises(ConfigError, match="2,048 B in each of 1 layer and a page of 1,024 B in"):
+        fits(4095, 1, model=CACHE_KINDS["by_layer"])
     with pytest.raises(ConfigError, match=r"a page of 2,048 B in each of 2 layers = 4,096 B"):
         fits(2 * 2048 - 1, 1)
 
 
-@pytest.mark.parametrize(("tokens", "batch"), [(0, 1), (1, 0), (-5, 1)])
-def test_lengths_and_batches_below_one_are_refused(tokens: int, batch: int):
-    with pytest.raises(ConfigError, match="expected 1 or more"):
-        fits(1 << 20, tokens, batch)
-
-
-def test_a_page_without_tokens_and_an_unknown_codec_are_refused():
+def test_numbers_below_one_and_an_unknown_codec_are_refused():
+    for tokens, batch in ((0, 1), (1, 0), (-5, 1)):
+        with pytest.raises(ConfigError, match="expected 1 or more"):
+            fits(1 << 20, tokens, batch)
     with pytest.raises(ConfigError, match="tokens >= 1"):
         layout_for(model_of(None), page_tokens=0, codec="float16")
     with pytest.raises(UnknownName):
         layout_for(model_of(None), page_tokens=16, codec="int9")
+
+
+SIZES = {"head_dim": 4, "hidden_size": 16, "intermediate_size": 32, "vocab_size": 100}
+MODEL = small_spec(None, None, **SIZES)
+PARTS = {"total_bytes": 1000, "weights_bytes": 400, "activation_peak_bytes": 100}
+
+
+def peak(model: ModelSpec, tokens: int, sampled_rows: int = 0, bytes_per_value: int = 2) -> int:
+    options = {"sampled_rows": sampled_rows, "bytes_per_value": bytes_per_value}
+    return estimate_activation_peak(model, max_num_batched_tokens=tokens, **options)
+
+
+def test_kv_memory_is_the_remainder_after_weights_activations_and_headroom():
+    kv_bytes = auto_kv_memory(1000, 400, 100, 50)
+    layout = MemoryLayout(headroom_bytes=50, kv_bytes=kv_bytes, **PARTS)
+
+    assert kv_bytes == 450
+    assert layout.unassigned_bytes == 0
+    for headroom in (500, 501, 10_000):
+        with pytest.raises(ConfigError, match=rf"total 1,000 B.*400 B.*100 B.*{headroom:,} B"):
+            auto_kv_memory(1000, 400, 100, headroom)
+    with pytest.raises(ConfigError, match=r"kv_memory=501 B does not fit: 450 B remain of 1000 B"):
+        MemoryLayout(headroom_bytes=50, kv_bytes=501, **PARTS)
+
+
+def test_activation_peak_is_the_maximum_of_attention_mlp_and_logits():
+    """Residual 2*16 values a token; attention 2*(4+2)*4 = 48; gated MLP 3*32 = 96; 2 bytes each.
+
+    10 tokens, no logits: 10 * (32 + 96) * 2 = 2560.
+    50 sampled rows: logits 50 * 100 * (2 + 8) = 50,000 > 1920, so 640 + 50,000.
+    """
+    assert peak(MODEL, 10) == 2560
+    assert peak(MODEL, 10, sampled_rows=50) == 50_640
+    with pytest.raises(ConfigError, match="max_num_batched_tokens=-1"):
+        peak(MODEL, -1)
+
+
+def test_activation_peak_counts_only_the_experts_per_token():
+    """Two experts of 40 and a shared expert of 8 are wider than the dense 32: 3 * 88 per token."""
+    sizes = {"num_layers": 2, "num_experts": 64, "experts_per_token": 2, "expert_size": 40}
+    model = replace(MODEL, mixture=MixtureSpec(shared_size=8, **sizes))
+
+    assert peak(model, 1, bytes_per_value=1) == 32 + 3 * 88
+
+
+def test_activation_peak_counts_the_widest_heads_and_the_embeddings_of_all_layers():
+    """Of each token and byte: 1 + 3 streams of 16, 2 layers of 5, and (4 + 1) * (60 + 40)."""
+    wide = HeadShape(query_heads=4, kv_heads=1, key_dim=60, value_dim=40)
+    extra = ExtraSpec(layer_width=5, streams=3)
+    model = replace(MODEL, layers=(LayerSpec(), LayerSpec(heads=wide)), extra=extra)
+
+    assert peak(model, 7) == 2 * 7 * (4 * 16 + 2 * 5 + 500)
+    # in float32 between two layers: 3 streams, the embeddings, cosines and sines of 4 and of 60
+    assert hidden_state_bytes(model, 7) == 4 * 7 * (3 * 16 + 2 * 5 + 2 * (4 + 60))
+
+
+def test_activation_peak_of_latents_counts_the_larger_form():
+    """Of each token: a latent of 32 + 8; queries of 20 and outputs of 16 in 4 heads, and folded.
+
+    Folded queries of 40 and outputs over latents of 32 are more than keys of 20 and values of 16.
+    """
+    folded = 40 + 4 * (20 + 16) + 4 * (40 + 32)
+    model = replace(CACHE_KINDS["latent"], intermediate_size=1)
+
+    assert peak(model, 7) == 2 * 7 * (2 * 32 + folded)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attends", "kept"),
+    [
+        ("latent", True, 2 * 4 * (12 + 16) * 32),
+        ("latent", False, 4 * (12 + 16) * 32),  # only one layer of two has a projection
+        ("keys_of_values", True, 0),  # nothing projects a value that is stored itself
+    ],
+)
+def test_projections_of_latents_are_not_quantized(kind: str, attends: bool, kept: int):
+    """int8 saves 3 of 4 bytes of a weight, less a scale of 4 B per 32 weights."""
+    model = CACHE_KINDS[kind]
+    first = replace(model.layers[0], attends=attends)
+    model = replace(model, layers=(first, *model.layers[1:]))
+    saved_bytes = model.weight_bytes(4) - coded_weight_bytes(model, "int8", 4)
+
+    coded = model.layer_parameters - kept + model.embedding_parameters
+    assert saved_bytes == int(coded * (3 - 4 / 32))
+
+
+SHAPE = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 4096}
+SHAPE |= {"intermediate_size": 14_336, "vocab_size": 128_256, "max_positions": 8192}
+LLAMA_8B = small_spec(*[None] * 32, **SHAPE)
+LAYOUT = layout_for(LLAMA_8B, page_tokens=16, codec="float16")
+
+
+def assess_workload(kv_bytes: int, *workload: int) -> CapacityVerdict:
+    weights = LLAMA_8B.weight_bytes(2)
+    sizes = {"total_bytes": kv_bytes + weights, "weights_bytes": weights, "kv_bytes": kv_bytes}
+    memory = MemoryLayout(activation_peak_bytes=0, headroom_bytes=0, **sizes)
+    return assess(LLAMA_8B, memory, *workload)
+
+
+def share(input_tokens: int, output_tokens: int, batch: int) -> float:
+    """The share of decode steps in the time of a workload."""
+    work = Workload(input_tokens=input_tokens, output_tokens=output_tokens, batch=batch)
+    bytes_per = {"weight_bytes_per_value": 2, "kv_bytes_per_value": 2}
+    return decode_share(LLAMA_8B, work, flops_per_byte=150, **bytes_per)
+
+
+def test_kv_bytes_are_those_of_whole_pages():
+    one_bytes = sequence_bytes(LAYOUT, 1000)
+    verdict = assess_workload(100 * one_bytes, 500, 500, 20)
+
+    assert verdict.kv_bytes == 20 * one_bytes == 20 * 1008 * 131_072
+    assert verdict.kv_share == 0.2
+    assert verdict.sequences == 100
+    assert any("20.0% of the KV memory; 100 of them fit" in reason for reason in verdict.reasons)
+
+
+@pytest.mark.parametrize(
+    ("fitting", "batch", "impact"),
+    [
+        (1000, 50, "low"),
+        (1000, 60, "low-medium"),
+        (1000, 159, "low-medium"),
+        (1000, 160, "high"),
+        (1000, 479, "high"),
+        (1000, 480, "very high"),
+        (1000, 1000, "critical"),
+        (60, 9, "low-medium"),
+        (60, 10, "critical"),
+    ],
+)
+def test_impact_increases_with_the_memory_share_and_with_scarcity(fitting, batch, impact):
+    """Levels at 0.32 * (1/6, 1/2, 3/2) and 1; below 150 / 2 fitting sequences memory is scarce."""
+    verdict = assess_workload(fitting * sequence_bytes(LAYOUT, 1000), 500, 500, batch)
+
+    assert verdict.impact == impact
+    assert verdict.pays == (impact not in ("low", "low-medium"))
+
+
+def test_request_that_never_fits_is_critical_and_one_beyond_the_context_is_refused():
+    verdict = assess_workload(sequence_bytes(LAYOUT, 4000), 5000, 1, 1)
+    refused = assess_workload(10**12, 8192, 1, 1)
+
+    assert (verdict.sequences, verdict.impact) == (0, "critical")
+    assert any("exceed the model's context of 8,192" in reason for reason in refused.reasons)
+
+
+def test_decode_share_follows_its_formula():
+    """One request of 100 in, 10 out: prefill 100 * 2 P / F; decode 10 * (2 P_read + KV(105))."""
+    parameters = LLAMA_8B.num_parameters
+    prefill = 100 * 2 * parameters / 150
+    decode = 10 * (2 * (parameters - LLAMA_8B.lookup_parameters) + 105 * 131_072)
+
+    assert share(100, 10, 1) == pytest.approx(decode / (prefill + decode))
+    # it increases with the output and decreases with the input
+    assert share(2000, 5, 16) < 0.1 < share(2000, 500, 16) < share(200, 500, 16) < 1
+
+
+def test_empty_workloads_and_no_kv_memory_are_refused():
+    for workload in ((0, 1, 1), (1, -1, 1), (1, 1, 0)):
+        with pytest.raises(ConfigError, match=f"workload {','.join(map(str, workload))}"):
+            assess_workload(10**9, *workload)
+    with pytest.raises(ConfigError, match="kv_memory=0 B"):
+        assess_workload(0, 1, 1, 1)

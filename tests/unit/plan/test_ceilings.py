@@ -1,6 +1,7 @@
 """Stored ceilings: interpolation between measured points, and files that cannot be used."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,11 +33,8 @@ CEILINGS = Ceilings(
     read_bytes_per_s=20e9,
     copy_bytes_per_s=10e9,
     products=(
-        rate(64, 900.0),
-        rate(1, 100.0),
-        rate(8, 400.0),
-        rate(8, 50.0, inner=8, columns=800),
-        rate(8, 7.0, dtype="float32"),
+        *(rate(64, 900.0), rate(1, 100.0), rate(8, 400.0)),
+        *(rate(8, 50.0, inner=8, columns=800), rate(8, 7.0, dtype="float32")),
     ),
 )
 
@@ -51,24 +49,13 @@ def test_product_rate_is_interpolated_in_log_rows():
     assert CEILINGS.product_rate(16, 8, 8) == pytest.approx(400 + 500 / 3)
 
 
-def test_product_rate_of_measured_shapes_and_beyond_the_range():
-    assert CEILINGS.product_rate(8, 8, 8) == 400
-    assert CEILINGS.product_rate(1000, 8, 8) == 900
-    assert CEILINGS.product_rate(1, 8, 800) == 50
-
-
-def test_product_rate_of_an_unmeasured_shape_is_that_of_the_nearest():
+def test_product_rate_of_measured_shapes_or_of_the_nearest():
     """[8, 200]: ln(200 / 8) = 3.2 from [8, 8], ln(800 / 200) = 1.4 from [8, 800]."""
-    assert CEILINGS.product_rate(8, 8, 200) == 50
+    assert [CEILINGS.product_rate(rows, 8, 8) for rows in (8, 1000)] == [400, 900]
+    assert CEILINGS.product_rate(1, 8, 800) == CEILINGS.product_rate(8, 8, 200) == 50
     assert CEILINGS.product_rate(8, 9, 12) == 400
-
-
-def test_peak_product_rate_is_the_maximum_of_a_dtype():
     assert CEILINGS.peak_product_rate() == 900
     assert CEILINGS.peak_product_rate("float32") == 7
-
-
-def test_unmeasured_dtype_is_refused():
     with pytest.raises(ConfigError, match="float16, only in: bfloat16, float32"):
         CEILINGS.peak_product_rate("float16")
     with pytest.raises(ConfigError, match="sizes of 1 or more"):
@@ -88,9 +75,7 @@ def test_written_ceilings_are_read_back(tmp_path: Path):
     ("changed", "field"),
     [({"cpu": "another"}, "cpu"), ({"threads": 1}, "threads"), ({"torch": "3.0"}, "torch")],
 )
-def test_ceilings_of_another_machine_are_not_usable_with_a_reason(
-    tmp_path: Path, changed: dict[str, object], field: str
-):
+def test_ceilings_of_another_machine_are_not_usable_with_a_reason(tmp_path, changed, field):
     path = tmp_path / "ceilings.json"
     write_ceilings(CEILINGS, path)
 
@@ -99,13 +84,9 @@ def test_ceilings_of_another_machine_are_not_usable_with_a_reason(
     assert isinstance(found, NotUsable)
     assert f"measured with {field} {getattr(HERE, field)}, not {changed[field]}" in found.reason
     assert "quire profile" in found.reason
-
-
-def test_missing_file_is_not_usable_with_a_reason(tmp_path: Path):
-    found = read_ceilings(tmp_path / "none.json", HERE)
-
-    assert isinstance(found, NotUsable)
-    assert "does not exist" in found.reason
+    missing = read_ceilings(tmp_path / "none.json", HERE)
+    assert isinstance(missing, NotUsable)
+    assert "does not exist" in missing.reason
 
 
 def damaged(**changes: object) -> str:
@@ -116,32 +97,23 @@ def damaged(**changes: object) -> str:
         "copy_bytes_per_s": 1.0,
         "products": [],
     }
-    return json.dumps(
-        {key: value for key, value in (stored | changes).items() if value != "absent"}
-    )
+    changed = {key: value for key, value in (stored | changes).items() if value != "absent"}
+    return json.dumps(changed)
 
 
-def test_undamaged_file_is_usable(tmp_path: Path):
-    (tmp_path / "c.json").write_text(damaged())
-
-    assert isinstance(read_ceilings(tmp_path / "c.json", HERE), Ceilings)
+def test_undamaged_file_and_one_of_an_earlier_version_are_usable(tmp_path: Path):
+    earlier = {"one_thread_read_bytes_per_s": 1.0, "attention_bytes_per_s": {"native": 1.0}}
+    for text in (damaged(), damaged(**earlier)):
+        (tmp_path / "c.json").write_text(text)
+        assert isinstance(read_ceilings(tmp_path / "c.json", HERE), Ceilings)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "[]",
-        "null",
-        '"x"',
-        "{",
-        damaged(format=FORMAT - 1),
-        damaged(format=FORMAT + 1),
-        damaged(read_bytes_per_s=0),
-        damaged(read_bytes_per_s=-1.0),
-        damaged(read_bytes_per_s=float("nan")),
-        damaged(read_bytes_per_s="fast"),
-        damaged(read_bytes_per_s="absent"),
+        *("", "[]", "null", '"x"', "{", "\udcff"),  # not UTF-8
+        *(damaged(format=number) for number in (FORMAT - 1, FORMAT + 1)),
+        *(damaged(read_bytes_per_s=rate) for rate in (0, -1.0, math.nan, "fast", "absent")),
         damaged(copy_of_something=1.0),
         damaged(machine=[]),
         damaged(copies=[]),
@@ -158,25 +130,12 @@ def test_undamaged_file_is_usable(tmp_path: Path):
     ],
 )
 def test_damaged_file_is_not_usable(tmp_path: Path, text: str):
-    (tmp_path / "c.json").write_text(text)
+    (tmp_path / "c.json").write_text(text, errors="surrogateescape")
 
     found = read_ceilings(tmp_path / "c.json", HERE)
 
     assert isinstance(found, NotUsable)
     assert "not a valid ceilings file" in found.reason
-
-
-def test_file_that_is_not_utf8_is_not_usable(tmp_path: Path):
-    (tmp_path / "c.json").write_bytes(b"\xff\xfe\x00")
-
-    assert isinstance(read_ceilings(tmp_path / "c.json", HERE), NotUsable)
-
-
-def test_unwritable_path_is_refused(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-
-    with pytest.raises(ConfigError, match="cannot write"):
-        write_ceilings(CEILINGS, tmp_path / "file" / "c.json")
 
 
 def test_failed_write_keeps_the_old_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -191,6 +150,8 @@ def test_failed_write_keeps_the_old_file_only(tmp_path: Path, monkeypatch: pytes
         write_ceilings(replace(CEILINGS, read_bytes_per_s=1.0), path)
     assert list(tmp_path.iterdir()) == [path]
     assert read_ceilings(path, HERE) == CEILINGS
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_ceilings(CEILINGS, path / "c.json")
 
 
 def test_default_path_is_in_the_user_cache():
@@ -199,11 +160,3 @@ def test_default_path_is_in_the_user_cache():
     assert default_path({"XDG_CACHE_HOME": "/caches"}) == Path("/caches/quire/ceilings.json")
     assert default_path({}) == home
     assert default_path({"XDG_CACHE_HOME": "not/absolute"}) == home
-
-
-def test_a_file_of_an_earlier_version_is_read(tmp_path: Path):
-    (tmp_path / "c.json").write_text(
-        damaged(one_thread_read_bytes_per_s=1.0, attention_bytes_per_s={"native": 1.0})
-    )
-
-    assert not isinstance(read_ceilings(tmp_path / "c.json", HERE), NotUsable)

@@ -5,21 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.layout.model import ModelSpec
 from quire.plan.weights import SLOTS, best_batches, place_weights, planned_weights
+from support.model_specs import small_spec
 
-MODEL = ModelSpec.from_config(
-    {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-        "max_position_embeddings": 512,
-    }
-)
+MODEL = small_spec(*[None] * 8)
 
 
 @pytest.mark.parametrize(
@@ -31,9 +20,8 @@ def test_resident_layers_fill_the_budget_minus_two_slots(budget, offloaded_layer
     found = place_weights([10] * 6, 5, budget)
 
     assert found.offloaded_layers == offloaded_layers
-    assert found.device_bytes == (
-        65 if not offloaded_layers else 5 + 10 * (6 - len(offloaded_layers)) + 20
-    )
+    resident = 5 + 10 * (6 - len(offloaded_layers))
+    assert found.device_bytes == resident + (20 if offloaded_layers else 0)
     assert found.host_bytes == 10 * len(offloaded_layers)
     assert found.total_bytes == 65
 
@@ -42,12 +30,9 @@ def test_budget_below_the_minimum_is_refused_with_the_minimum():
     assert place_weights([10] * 6, 5, 25).offloaded_layers == (0, 1, 2, 3, 4, 5)
     with pytest.raises(ConfigError, match=r"24 B is too small.* 25 B .*raise --weights-memory"):
         place_weights([10] * 6, 5, 24)
-
-
-def test_two_layers_are_not_offloaded_because_the_slots_hold_them():
     with pytest.raises(ConfigError, match=r"at least 25 B"):
         place_weights([10, 10], 5, 24)
-    assert not place_weights([10, 10], 5, 25).offloaded_layers
+    assert not place_weights([10, 10], 5, 25).offloaded_layers  # the slots hold them
 
 
 @given(

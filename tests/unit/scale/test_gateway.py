@@ -2,11 +2,16 @@
 
 import asyncio
 import json
+from unittest.mock import AsyncMock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from quire.scale.http_call import REPLICA_HEADER, HttpPart
-from quire.scale.serve.gateway import Gateway, guarded
+from quire.scale.serve.gateway import LABEL, Gateway, guarded, merged_metrics
 from quire.serve.embedded import ReplicaLost
 from quire.serve.tenant_keys import TenantKeys
 from support.disconnecting import DisconnectingClient, until
@@ -67,13 +72,8 @@ def post(replicas, path="/v1/completions", body=None, *, keys=None, headers=(), 
     client = DisconnectingClient(path, {"prompt": "a"} if body is None else body)
     client.scope["headers"] += list(headers)
     gateway = Gateway(replicas, keys or TenantKeys(), retries=retries, block_words=4)
-    asyncio.run(
-        asyncio.wait_for(guarded(gateway, 1 << 20)(client.scope, client.receive, client.send), 10)
-    )
-    return answer_of(client)
-
-
-def answer_of(client):
+    running = guarded(gateway, 1 << 20)(client.scope, client.receive, client.send)
+    asyncio.run(asyncio.wait_for(running, 10))
     start, *parts = client.sent
     assert not parts[-1].get("more_body")
     assert all(part["more_body"] for part in parts[:-1])
@@ -101,8 +101,7 @@ def test_a_request_without_output_is_sent_to_another_replica():
 
 def test_comments_are_no_output():
     replicas = FakeReplicas(
-        [first(COMMENT), HttpPart(body=COMMENT, is_last=False), Lost],
-        [first(b"data: a\n\n"), END],
+        [first(COMMENT), HttpPart(body=COMMENT, is_last=False), Lost], [first(b"data: a\n\n"), END]
     )
 
     status, _, body = post(replicas)
@@ -133,32 +132,27 @@ def test_after_the_last_attempt_the_client_gets_an_error():
 
 
 @pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/v1/completions", None),
-        ("/v1/chat/completions", None),
-        ("/v1/messages", "error"),
-        ("/v1/responses", "error"),
-    ],
+    ("path", "named"),
+    [("completions", False), ("chat/completions", False), ("messages", True), ("responses", True)],
 )
-def test_a_stream_with_output_ends_with_an_error_event(path, kind):
+def test_a_stream_with_output_ends_with_an_error_event(path, named):
     replicas = FakeReplicas([first(b"data: a\n\n"), event("b"), Lost], [first(b"x"), END])
 
-    status, _, body = post(replicas, path)
+    status, _, body = post(replicas, f"/v1/{path}")
 
     assert status == 200
     assert len(replicas.calls) == 1
     assert body.startswith(b"data: a\n\ndata: b\n\n")
     last = body.removeprefix(b"data: a\n\ndata: b\n\n").decode()
     assert "the replica has ended" in last
-    if kind is None:
+    if named:
+        name, data = last.strip().split("\n")
+        assert name == "event: error"
+        assert json.loads(data.removeprefix("data: "))["type"] == "error"
+    else:
         error, done, _ = last.split("\n\n")
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
         assert done == "data: [DONE]"
-    else:
-        name, data = last.strip().split("\n")
-        assert name == f"event: {kind}"
-        assert json.loads(data.removeprefix("data: "))["type"] == "error"
 
 
 def test_another_response_that_has_begun_is_cut_off():
@@ -185,15 +179,16 @@ def test_a_client_that_disconnects_cancels_the_request():
     assert (len(replicas.calls), replicas.num_closed) == (1, 1)
 
 
-def test_the_router_learns_tenant_session_and_prompt():
+def test_the_router_learns_tenant_session_replica_and_prompt():
     keys = TenantKeys({"a": (KEY_A,), "b": (KEY_B,)})
     replicas = FakeReplicas([first(b"{}", headers=JSON, is_last=True)])
     headers = [(b"authorization", f"Bearer {KEY_B}".encode()), (b"x-session-id", b"s1")]
+    headers.append((REPLICA_HEADER, b"r7"))
 
     post(replicas, body={"prompt": "0123456789abcdef" * 4}, keys=keys, headers=headers)
 
     [call] = replicas.calls
-    assert (call.routed.tenant, call.routed.session) == ("b", "s1")
+    assert (call.routed.tenant, call.routed.session, call.replica_id) == ("b", "s1", "r7")
     assert (len(call.routed.prompt_blocks), call.routed.prompt_tokens) == (4, 16)
 
 
@@ -217,53 +212,69 @@ def test_large_bodies_are_refused():
     assert b"larger than" in body
 
 
-def test_a_request_may_name_its_replica():
-    replicas = FakeReplicas([first(b"{}", headers=JSON, is_last=True)])
-
-    post(replicas, headers=[(REPLICA_HEADER, b"r7")])
-
-    assert replicas.calls[0].replica_id == "r7"
-
-
 def test_metrics_of_all_replicas_are_merged():
     text = ((b"content-type", b"text/plain; version=0.0.4"), (b"content-length", b"4"))
-    replicas = FakeReplicas(
-        [
-            ("r1", first(b"# TYPE a gauge\na 1.0\n", headers=text, is_last=True)),
-            ("r2", first(b"# TYPE a gauge\na 2.0\n", headers=text, is_last=True)),
-        ]
-    )
+    bodies = {"r1": b"# TYPE a gauge\na 1.0\n", "r2": b"# TYPE a gauge\na 2.0\n"}
+    parts = [(name, first(b, headers=text, is_last=True)) for name, b in bodies.items()]
+    replicas = FakeReplicas(parts)
     wanted = b'# TYPE a gauge\na{replica="r1"} 1.0\na{replica="r2"} 2.0\n'
+    accept = [(b"accept", b"application/openmetrics-text")]
 
-    status, headers, body = post(
-        replicas, "/metrics", headers=[(b"accept", b"application/openmetrics-text")]
-    )
+    status, headers, body = post(replicas, "/metrics", headers=accept)
 
     assert (status, body) == (200, wanted)
     assert headers[b"content-length"] == str(len(wanted)).encode()
     assert replicas.calls[0].header(b"accept") == "text/plain"
-
-
-def test_refused_metrics_and_missing_replicas():
     refusal = first(b'{"error": {}}', status=401, headers=JSON, is_last=True)
-
     assert post(FakeReplicas([("r1", refusal)]), "/metrics")[0] == 401
     assert post(FakeReplicas([Lost]), "/metrics")[0] == 503
 
 
 def test_lifespan():
     async def main():
-        messages = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
-        sent = []
-
-        async def receive():
-            return messages.pop(0)
-
-        async def send(message):
-            sent.append(message["type"])
-
+        messages = iter([{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}])
+        receive, send = AsyncMock(side_effect=messages), AsyncMock()
         gateway = Gateway(FakeReplicas([]), TenantKeys(), retries=0, block_words=4)
         await gateway({"type": "lifespan"}, receive, send)
-        return sent
+        return [call.args[0]["type"] for call in send.call_args_list]
 
     assert asyncio.run(main()) == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
+def metrics(value, labels):
+    registry = CollectorRegistry()
+    Gauge("plain", "without labels", registry=registry).set(value)
+    Histogram("seconds", "with buckets", registry=registry).observe(value)
+    counter = Counter("requests", "with labels", ["path"], registry=registry)
+    for label in labels:
+        counter.labels(label).inc(value)
+    return generate_latest(registry).decode()
+
+
+def samples(text, **more):
+    return {
+        (sample.name, *sorted((sample.labels | more).items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["r1", 'r"2', "r\\3", "r 4"]),
+        st.tuples(st.integers(0, 9), st.lists(st.text(' {}",=a\n\\', max_size=4), unique=True)),
+        min_size=1,
+    )
+)
+def test_every_sample_has_its_replica(given):
+    texts = {replica: metrics(*content) for replica, content in given.items()}
+
+    merged = merged_metrics(texts)
+
+    wanted = {}
+    for replica, text in texts.items():
+        wanted |= samples(text, **{LABEL: replica})
+    assert samples(merged) == wanted
+    names = [line.split(" ")[2] for line in merged.splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names))

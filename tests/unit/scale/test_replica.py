@@ -17,26 +17,15 @@ from quire.scale.serve.replica import EngineReplica
 from support.loggers import same_loggers
 
 PROMPT = "<|doc|>Once upon a time"
-RECIPE = ServeRecipe(
-    engine=EngineRecipe(
-        model="quire-tiny",
-        options={"dtype": "float32", "kv": KVConfig(memory="4MiB"), "verify": False},
-        threads=1,
-    )
-)
+OPTIONS = {"dtype": "float32", "kv": KVConfig(memory="4MiB"), "verify": False}
+RECIPE = ServeRecipe(engine=EngineRecipe(model="quire-tiny", options=OPTIONS, threads=1))
 
 
 def call(path, body=None, *, method="POST"):
     content = b"" if body is None else json.dumps(body).encode()
-    return HttpCall(
-        method=method,
-        path=path,
-        raw_path=path.encode(),
-        query_string=b"",
-        scheme="http",
-        headers=((b"content-type", b"application/json"), (b"host", b"localhost")),
-        body=content,
-    )
+    headers = ((b"content-type", b"application/json"), (b"host", b"localhost"))
+    url = {"path": path, "raw_path": path.encode(), "query_string": b"", "scheme": "http"}
+    return HttpCall(method=method, headers=headers, body=content, **url)
 
 
 @pytest.fixture(scope="module", autouse=True)

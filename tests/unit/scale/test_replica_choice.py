@@ -1,12 +1,17 @@
-"""`ReplicaChoice`: ranks replicas and counts open requests, with real routers."""
+"""`ReplicaChoice` ranks replicas and counts open requests, with real routers; loads; scaling."""
+
+import math
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.scale.autoscaling import KV_USED, LoadScaling
 from quire.scale.replica_choice import RECEIVED, REPORT, ReplicaChoice
-from quire.scale.routing.base import RoutedRequest
+from quire.scale.routing.base import ReplicaLoad, RoutedRequest
 from quire.scale.routing.blocks import block_hashes
+from quire.scale.routing.loads import LoadView
 from quire.scale.routing.policies import ROUTERS, RouterConfig, make_router
 
 REPLICAS = ("r1", "r2", "r3", "r4", "r5")
@@ -46,12 +51,6 @@ def test_requests_of_one_moment_are_spread(name):
     chosen = [choice.rank(str(n), request(1000 * n), reports(*REPLICAS))[0] for n in range(50)]
 
     assert {chosen.count(replica) for replica in REPLICAS} == {10}
-
-
-def test_the_ranking_has_every_replica_once():
-    ranked = choice_of().rank("a", request(), reports(*REPLICAS))
-
-    assert sorted(ranked) == sorted(REPLICAS)
 
 
 def test_a_loaded_replica_is_avoided_until_its_next_report():
@@ -116,15 +115,11 @@ def test_refused_requests_do_not_stay_in_the_load():
     assert choice.rank("a", request(), present)[0] == "r1"
 
 
+calls = st.sampled_from(["rank", "accepted", "ended", "lost", "report"])
+
+
 @given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["rank", "accepted", "ended", "lost", "report"]),
-            st.integers(0, 5),
-            st.integers(0, 4),
-        ),
-        max_size=60,
-    ),
+    st.lists(st.tuples(calls, st.integers(0, 5), st.integers(0, 4)), max_size=60),
     st.sampled_from(ROUTERS),
 )
 def test_any_order_of_calls_ends_without_open_requests(calls, name):
@@ -146,3 +141,65 @@ def test_any_order_of_calls_ends_without_open_requests(calls, name):
     choice.lost(REPLICAS)
 
     assert choice.num_open == 0
+
+
+def test_requests_sent_after_a_report_are_added_until_the_next():
+    view = LoadView()
+    view.report(ReplicaLoad(replica_id="a", queued_prompt_tokens=100, queued_requests=1))
+    view.sent("a", 30)
+    view.sent("a", 20)
+
+    assert view.loads()["a"].queued_prompt_tokens == 150
+    assert view.loads()["a"].queued_requests == 3
+
+    view.report(ReplicaLoad(replica_id="a", queued_prompt_tokens=7))
+    assert view.loads()["a"].queued_prompt_tokens == 7
+
+
+def test_requests_that_a_report_does_not_include_are_still_added():
+    view = LoadView()
+    view.report(ReplicaLoad(replica_id="a"), num_received=0)
+    for tokens in (30, 20, 10):
+        view.sent("a", tokens)
+
+    view.report(ReplicaLoad(replica_id="a"), num_received=2)
+
+    assert view.loads()["a"].queued_prompt_tokens == 10
+
+
+def test_removed_replicas_are_not_offered():
+    view = LoadView()
+    for name in "ab":
+        view.report(ReplicaLoad(replica_id=name))
+    view.remove("a")
+    view.sent("a", 30)
+
+    assert [*view.loads()] == ["b"]
+
+
+@dataclass
+class Context:
+    total_num_requests: float = 0
+    aggregated_metrics: dict | None = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("requests", "used", "replicas"),
+    [
+        *((0, [], 0), (64, [], 1), (65, [], 2), (10, [0.8], 1), (10, [0.9], 2)),
+        *((10, [0.9, 0.9], 3), (640, [0.1] * 4, 10)),
+    ],
+)
+def test_the_larger_of_requests_and_memory_counts(requests, used, replicas):
+    metrics = {KV_USED: dict(enumerate(used))}
+
+    assert LoadScaling(0.8, 64)(Context(requests, metrics)) == (replicas, {})
+    assert LoadScaling(0.8, 4)(Context(9, None)) == (3, {})  # before the first report
+
+
+@given(st.floats(0, 1e4), st.lists(st.floats(0, 1), max_size=50), st.floats(0.1, 1))
+def test_with_that_many_replicas_both_targets_hold(requests, used, target_kv):
+    replicas, _ = LoadScaling(target_kv, 16)(Context(requests, {KV_USED: dict(enumerate(used))}))
+
+    assert requests <= 16 * replicas * (1 + 1e-9)
+    assert math.fsum(used) <= target_kv * replicas * (1 + 1e-9)

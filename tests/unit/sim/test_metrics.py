@@ -15,48 +15,34 @@ from support.requests import make_request
 
 
 def record(arrival, admitted, first, finish, answer=5):
-    return RequestRecord(
-        line=1,
-        tenant="default",
-        arrival_s=float(arrival),
-        prompt_tokens=10,
-        answer_tokens=answer,
-        admitted_s=admitted,
-        first_token_s=first,
-        finish_s=finish,
-    )
+    times = {"arrival_s": float(arrival), "admitted_s": admitted, "first_token_s": first}
+    sizes = {"line": 1, "prompt_tokens": 10, "answer_tokens": answer}
+    return RequestRecord(tenant="default", finish_s=finish, **sizes, **times)
 
 
 RUNS = [record(i, i + 0.1 * i, i + 0.3 * i, i + 2.0 * i, answer=1 + i % 4) for i in range(1, 40)]
 
 
 def reading(time_s=0.0, used=0, allocated=0, wasted=0, running=0, waiting=0):
-    return SimulatedReading(
-        time_s=time_s,
-        used_bytes=used,
-        allocated_bytes=allocated,
-        wasted_bytes=wasted,
-        running=running,
-        waiting=waiting,
-    )
+    held = {"used_bytes": used, "allocated_bytes": allocated, "wasted_bytes": wasted}
+    return SimulatedReading(time_s=time_s, running=running, waiting=waiting, **held)
 
 
 @pytest.mark.parametrize("q", [50, 90, 95, 99])
 def test_percentiles_equal_numpy(q):
     summary = latencies(RUNS)
-    tpot = [
-        (r.finish_s - r.first_token_s) / (r.answer_tokens - 1) for r in RUNS if r.answer_tokens > 1
-    ]
-
-    assert summary[f"queue_p{q}_s"] == np.percentile([r.admitted_s - r.arrival_s for r in RUNS], q)
-    assert summary[f"ttft_p{q}_s"] == np.percentile(
-        [r.first_token_s - r.arrival_s for r in RUNS], q
-    )
-    assert summary[f"e2e_p{q}_s"] == np.percentile([r.finish_s - r.arrival_s for r in RUNS], q)
-    assert summary[f"tpot_p{q}_s"] == np.percentile(tpot, q)
-
-
-def test_percentiles_of_no_values_are_omitted():
+    values = {
+        "queue": [r.admitted_s - r.arrival_s for r in RUNS],
+        "ttft": [r.first_token_s - r.arrival_s for r in RUNS],
+        "e2e": [r.finish_s - r.arrival_s for r in RUNS],
+        "tpot": [
+            (r.finish_s - r.first_token_s) / (r.answer_tokens - 1)
+            for r in RUNS
+            if r.answer_tokens > 1
+        ],
+    }
+    for name, of_runs in values.items():
+        assert summary[f"{name}_p{q}_s"] == np.percentile(of_runs, q)
     assert percentiles("ttft", []) == percentiles("ttft", [math.nan]) == {}
 
 
@@ -74,17 +60,18 @@ def test_jains_index(served, index):
     assert jain_index(served) == index
 
 
-def test_served_tokens_count_while_all_tenants_are_backlogged():
-    def requested(tenant):
-        return make_request("r", [1], SamplingParams(), tenant=tenant)
+def requested(tenant):
+    return make_request("r", [1], SamplingParams(), tenant=tenant)
 
+
+def test_served_tokens_count_while_all_tenants_are_backlogged():
     served = ServedTokens(("a", "b"))
     served.arrived("a")
     assert not served.all_backlogged
     served.arrived("b")
     assert served.all_backlogged
 
-    served.served([requested("a"), requested("b"), requested("a")], [5, 2, 1])
+    served.served([requested(tenant) for tenant in "aba"], [5, 2, 1])
     served.admitted("b")
 
     assert served.tokens == {"a": 6, "b": 2}
@@ -94,7 +81,7 @@ def test_served_tokens_count_while_all_tenants_are_backlogged():
 def test_briefly_backlogged_tenant_is_not_compared():
     """It waits repeatedly while one request of the other tenant is served."""
     served = ServedTokens(("flood", "small"))
-    flood = make_request("r", [1], SamplingParams(), tenant="flood")
+    flood = requested("flood")
     for _ in range(100):
         for tenant in ("flood", "flood", "small"):
             served.arrived(tenant)
@@ -109,7 +96,7 @@ def test_briefly_backlogged_tenant_is_not_compared():
 
 def test_long_backlog_of_all_tenants_is_compared():
     served = ServedTokens(("a", "b"))
-    both = [make_request("r", [1], SamplingParams(), tenant=tenant) for tenant in "ab"]
+    both = [requested(tenant) for tenant in "ab"]
     for tenant in "ab" * 11:
         served.arrived(tenant)
     for _ in range(11):
@@ -148,6 +135,7 @@ def test_event_tally_sums_events():
 
 def test_gauges_are_weighted_by_time():
     gauges = Gauges()
+    assert gauges.waste_fraction == gauges.mean("running") == 0.0
     gauges.add(reading(used=100, allocated=80, wasted=20, running=2, waiting=4), 3.0)
     gauges.add(reading(used=40, allocated=40, wasted=30, running=1), 1.0)
 
@@ -165,7 +153,3 @@ def test_long_series_is_thinned_evenly():
 
     assert 2000 < len(times) <= 4096
     assert len({b - a for a, b in itertools.pairwise(times)}) == 1
-
-
-def test_gauges_without_readings_are_zero():
-    assert Gauges().waste_fraction == Gauges().mean("running") == 0.0

@@ -35,6 +35,7 @@ from support.sim_traces import RATES, recorded, request, trace
 
 TINY = model_shape("quire-tiny")
 CONFIG = SimConfig(model=TINY, rates=RATES, kv=KVConfig(memory="2MiB"))
+AMPLE = replace(CONFIG, kv=KVConfig(memory="auto"))
 WINDOWED = replace(TINY, layers=tuple(LayerSpec(window=w) for w in (None, 64, 64, None) * 2))
 WIDE = HeadShape(query_heads=4, kv_heads=2, key_dim=64, value_dim=32)
 KINDS = replace(
@@ -59,6 +60,10 @@ def outcomes(result):
     return [astuple(record) for record in result.records]
 
 
+def seconds(timer, new, before):
+    return timer.seconds(np.array([new]), np.array([before]), 1)
+
+
 # ---- one request -------------------------------------------------------------------------------
 
 
@@ -77,19 +82,13 @@ def test_request_time_is_the_sum_of_its_steps():
     assert record.queue_s == 0.0
 
 
-def seconds(timer, new, before):
-    return timer.seconds(np.array([new]), np.array([before]), 1)
-
-
-def test_request_waits_for_the_running_step():
+def test_request_waits_for_the_running_step_only():
     result = simulate(trace(request(1, 0, 100, 2), request(2, 0.0001, 5, 1)), CONFIG)
     first, second = result.records
 
     assert second.admitted_s == first.first_token_s
     assert second.queue_s == pytest.approx(first.first_token_s - 0.0001)
-
-
-def test_time_advances_while_idle():
+    # time advances while idle
     result = simulate(trace(request(1, 0, 5, 1), request(2, 100.0, 5, 1)), CONFIG)
 
     assert result.records[1].admitted_s == 100.0
@@ -110,11 +109,8 @@ def test_empty_output_counts_as_one_token():
 
 def test_outputs_are_truncated_at_the_context_and_longer_prompts_refused():
     longest = TINY.max_positions
-    result = simulate(
-        trace(request(1, 0, longest - 2, 50), request(2, 0, longest, 1)),
-        replace(CONFIG, kv=KVConfig(memory="auto")),
-    )
-    cut, refused = result.records
+    load = trace(request(1, 0, longest - 2, 50), request(2, 0, longest, 1))
+    cut, refused = simulate(load, AMPLE).records
 
     assert (cut.answer_tokens, cut.cut_tokens) == (2, 48)
     assert refused.refused == TOO_LONG
@@ -139,19 +135,18 @@ def test_simulation_is_deterministic():
     assert outcomes(first) == outcomes(second)
     assert summarise(first) == summarise(second)
     assert sum(record.preemptions for record in first.records) > 0
+    ample = summarise(simulate(OVERLOAD, AMPLE))
+    assert ample["preemptions"] == ample["recomputed_tokens"] == 0
+    assert ample["kv_peak_share"] <= 1
 
 
 @given(rows=rows_of_loads, memory=st.sampled_from(["auto", 300_000, 1_000_000]))
 @settings(max_examples=25)
 def test_every_request_is_finished_or_refused(rows, memory):
-    load = trace(
-        *(
-            request(line, at, prompt, output, tenant=tenant)
-            for line, (at, prompt, output, tenant) in enumerate(sorted(rows), start=1)
-        )
-    )
-    config = replace(CONFIG, kv=KVConfig(memory=memory))
-    config = replace(config, schedule=ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=64))
+    lines = enumerate(sorted(rows), start=1)
+    load = trace(*(request(line, *row[:3], tenant=row[3]) for line, row in lines))
+    schedule = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=64)
+    config = replace(CONFIG, kv=KVConfig(memory=memory), schedule=schedule)
 
     result = simulate(load, config)
 
@@ -167,14 +162,6 @@ def test_every_request_is_finished_or_refused(rows, memory):
         assert summary["recomputed_tokens"] == 0
     assert 0 <= summary["kv_mean_share"] <= summary["kv_peak_share"] <= 1
     assert 0 <= summary["waste_fraction"] < 1
-
-
-def test_large_memory_has_no_preemptions():
-    result = simulate(OVERLOAD, replace(CONFIG, kv=KVConfig(memory="auto")))
-    summary = summarise(result)
-
-    assert summary["preemptions"] == summary["recomputed_tokens"] == 0
-    assert summary["kv_peak_share"] <= 1
 
 
 @pytest.mark.parametrize(("model", "sequences"), [(TINY, 40), (KINDS, 400)])
@@ -244,10 +231,8 @@ def test_the_engine_holds_the_bytes_of_the_simulation_in_every_step(name):
 )
 def test_folded_lanes_have_the_bytes_of_all_layers(model, codec, evicting):
     """Pages of 3 tokens are not whole cache lines: each layer has padding and positions."""
-    full, folded = (
-        make(model, codec=codec, page_tokens=3, evicting=evicting)
-        for make in (layout_for, folded_layout)
-    )
+    options = {"codec": codec, "page_tokens": 3, "evicting": evicting}
+    full, folded = layout_for(model, **options), folded_layout(model, **options)
 
     for single, all_layers in zip(folded.groups, full.groups, strict=True):
         assert single.bytes_at_most(100, 7) == all_layers.bytes_at_most(100, 7)
@@ -260,9 +245,7 @@ def test_folded_lanes_have_the_bytes_of_all_layers(model, codec, evicting):
 def test_windows_and_eviction_are_simulated():
     """A cap of 64 tokens in 4 of 8 layers, windows of 64 in the others: KV stays small."""
     load = trace(*(request(i, 0, 500, 40) for i in range(1, 5)))
-    config = replace(
-        CONFIG, model=WINDOWED, eviction=EvictionSpec(cap=64, every=16), kv=KVConfig(memory="auto")
-    )
+    config = replace(AMPLE, model=WINDOWED, eviction=EvictionSpec(cap=64, every=16))
 
     capped = summarise(simulate(load, config))
     full = summarise(simulate(load, replace(config, model=TINY, eviction=EvictionSpec())))
@@ -276,10 +259,8 @@ def test_scoring_pass_takes_memory_and_time():
     scores = AttentionMax(of=ScoringPass("", "", "", "", chunk_tokens=200, overlap=0))
     spec = EvictionSpec(cap=64, when=PREFILL_END, statistics=(scores,))
     load = trace(request(1, 0, 300, 5))
-    scored, plain = (
-        simulate(load, replace(CONFIG, eviction=each, kv=KVConfig(memory="auto")))
-        for each in (spec, replace(spec, statistics=()))
-    )
+    specs = (spec, replace(spec, statistics=()))
+    scored, plain = (simulate(load, replace(AMPLE, eviction=each)) for each in specs)
 
     new, before = np.array([[300, 158, 158], [0, 300, 300]])
     timer = make_timer(CONFIG)
@@ -315,12 +296,12 @@ def test_swap_preemption_recomputes_nothing_and_is_timed(mode):
         (
             {"offload_memory": "1GiB"},
             {},
-            "--kv-offload-memory has no effect: a simulation has no KV offload",
+            "--kv-offload-memory has no effect: a simulation has no KV",
         ),
         (
             {"offload_recompute": "0.5"},
             {},
-            "--kv-offload-recompute has no effect: a simulation has no KV offload",
+            "--kv-offload-recompute has no effect: a simulation has",
         ),
         ({"disk_memory": "1GiB", "disk_path": "x"}, {}, "--disk-kv-memory has no effect"),
         ({"remote": "redis://a:1"}, {}, "--remote-kv has no effect: a simulation has no prefixes"),
@@ -329,9 +310,8 @@ def test_swap_preemption_recomputes_nothing_and_is_timed(mode):
     ],
 )
 def test_unsupported_options_are_refused(kv, schedule, message):
-    config = replace(
-        CONFIG, kv=replace(CONFIG.kv, **kv_options(kv)), schedule=ScheduleConfig(**schedule)
-    )
+    kv = replace(CONFIG.kv, **kv_options(kv))
+    config = replace(CONFIG, kv=kv, schedule=ScheduleConfig(**schedule))
 
     with pytest.raises(ConfigError, match=message):
         make_simulator(OVERLOAD, config)
@@ -364,12 +344,15 @@ CONVERSATIONS = trace(
 )
 
 
-def test_large_memory_reuses_all_reusable_prefixes():
-    summary = summarise(simulate(CONVERSATIONS, replace(CONFIG, kv=KVConfig(memory="auto"))))
+def test_large_memory_reuses_all_reusable_prefixes_of_a_tenant():
+    summary = summarise(simulate(CONVERSATIONS, AMPLE))
 
     assert 0.7 < summary["prefix_hit_fraction"] < 1
     assert summary["prefix_hit_fraction"] == summary["reusable_token_fraction"]
     assert summary["recomputed_tokens"] == 0
+    requests = tuple(replace(r, tenant=f"t{r.line}") for r in CONVERSATIONS.requests)
+    separate = summarise(simulate(replace(CONVERSATIONS, requests=requests), AMPLE))
+    assert separate["cached_tokens"] == 0
 
 
 def test_without_prefix_caching_no_tokens_are_cached():
@@ -378,16 +361,6 @@ def test_without_prefix_caching_no_tokens_are_cached():
 
     assert summary["cached_tokens"] == 0
     assert summary["reusable_token_fraction"] > 0.7
-
-
-def test_tenants_do_not_share_prefixes():
-    separate = replace(
-        CONVERSATIONS,
-        requests=tuple(replace(r, tenant=f"t{r.line}") for r in CONVERSATIONS.requests),
-    )
-    summary = summarise(simulate(separate, replace(CONFIG, kv=KVConfig(memory="auto"))))
-
-    assert summary["cached_tokens"] == 0
 
 
 def test_conversation_reuses_its_earlier_outputs():
@@ -433,17 +406,14 @@ def test_metrics_are_reported_per_tenant():
 
 
 def test_recorded_conversations_reach_the_reusable_hit_rate():
-    loaded = load_trace(
-        recorded("mooncake_conversation_trace.jsonl"),
-        TraceOptions(requests=120, length_scale=0.125),
-    )
+    options = TraceOptions(requests=120, length_scale=0.125)
+    loaded = load_trace(recorded("mooncake_conversation_trace.jsonl"), options)
     kv = KVConfig(memory="auto", page_tokens=64)
     summary = summarise(simulate(loaded, replace(CONFIG, kv=kv, model=model_shape("llama-3.1-8b"))))
 
-    assert summary["reusable_token_fraction"] > 0.03
-    assert summary["prefix_hit_fraction"] == pytest.approx(
-        summary["reusable_token_fraction"], abs=0.001
-    )
+    reusable = summary["reusable_token_fraction"]
+    assert reusable > 0.03
+    assert summary["prefix_hit_fraction"] == pytest.approx(reusable, abs=0.001)
 
 
 def test_paged_waste_on_recorded_conversations_is_small():

@@ -27,20 +27,10 @@ VIDUR = """num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio
 3772,54,3826,69.85
 2015,156,2171,12.9
 """
-SHAREGPT = json.dumps(
-    [
-        {
-            "id": "a",
-            "conversations": [
-                {"from": "human", "value": "x" * 40},
-                {"from": "gpt", "value": "y" * 8},
-                {"from": "human", "value": "z" * 4},
-                {"from": "gpt", "value": "w" * 5},
-            ],
-        },
-        {"conversations": [{"from": "user", "value": "q" * 3}, {"from": "gpt", "value": "r"}]},
-    ]
-)
+TURNS = (("human", "x" * 40), ("gpt", "y" * 8), ("human", "z" * 4), ("gpt", "w" * 5))
+TALK = {"id": "a", "conversations": [{"from": name, "value": text} for name, text in TURNS]}
+OTHER = {"conversations": [{"from": "user", "value": "q" * 3}, {"from": "gpt", "value": "r"}]}
+SHAREGPT = json.dumps([TALK, OTHER])
 EXAMPLES = {"azure": AZURE, "mooncake": MOONCAKE, "vidur": VIDUR, "sharegpt": SHAREGPT}
 
 
@@ -58,49 +48,47 @@ def lengths(loaded):
     return [(r.prompt_tokens, r.answer.tokens) for r in loaded.requests]
 
 
-def test_compressed_trace_is_decompressed(write):
+def arrivals(loaded):
+    return [r.arrival_s for r in loaded.requests]
+
+
+def test_compressed_trace_is_decompressed(write, tmp_path):
     path = write(gzip.compress(AZURE.encode()), "trace.csv.gz")
 
     assert lengths(load_trace(path)) == [(374, 44), (396, 109), (879, 55)]
-
-
-@pytest.mark.parametrize("content", [AZURE.encode(), gzip.compress(AZURE.encode())[:-9]])
-def test_invalid_gzip_trace_is_refused(write, content):
+    for content in (AZURE.encode(), gzip.compress(AZURE.encode())[:-9]):
+        with pytest.raises(TraceError, match="cannot read the trace"):
+            load_trace(write(content, "trace.csv.gz"))
     with pytest.raises(TraceError, match="cannot read the trace"):
-        load_trace(write(content, "trace.csv.gz"))
-
-
-def arrivals(loaded):
-    return [r.arrival_s for r in loaded.requests]
+        load_trace(tmp_path / "none.csv")
 
 
 # ---- formats -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_format_is_detected_from_the_content(write, name):
-    assert load_trace(write(EXAMPLES[name])).format == name
-
-
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_byte_order_mark_and_empty_lines_are_ignored(write, name):
+def test_format_is_detected_and_byte_order_mark_and_empty_lines_are_ignored(write, name):
+    loaded = load_trace(write(EXAMPLES[name]))
     marked = b"\xef\xbb\xbf" + EXAMPLES[name].encode() + b"\n\n"
 
-    assert load_trace(write(marked)).requests == load_trace(write(EXAMPLES[name])).requests
+    assert loaded.format == name
+    assert load_trace(write(marked)).requests == loaded.requests
 
 
-def test_azure_arrivals_start_at_zero(write):
-    loaded = load_trace(write(AZURE))
+@pytest.mark.parametrize(
+    ("text", "expected", "times"),
+    [
+        (AZURE, [(374, 44), (396, 109), (879, 55)], [0.0, 4.314579, 4.541877]),
+        (MOONCAKE, [(1100, 5), (1030, 7), (512, 1)], [0.0, 1.5, 3.0]),  # milliseconds
+        (VIDUR, [(3772, 54), (2015, 156)], [0.0, 0.0]),
+    ],
+    ids=["azure", "mooncake", "vidur"],
+)
+def test_lengths_and_arrivals_of_a_format(write, text, expected, times):
+    loaded = load_trace(write(text))
 
-    assert lengths(loaded) == [(374, 44), (396, 109), (879, 55)]
-    assert arrivals(loaded) == pytest.approx([0.0, 4.314579, 4.541877], abs=1e-5)
-
-
-def test_mooncake_timestamps_are_milliseconds(write):
-    loaded = load_trace(write(MOONCAKE))
-
-    assert lengths(loaded) == [(1100, 5), (1030, 7), (512, 1)]
-    assert arrivals(loaded) == [0.0, 1.5, 3.0]
+    assert lengths(loaded) == expected
+    assert arrivals(loaded) == pytest.approx(times, abs=1e-5)
 
 
 def test_equal_hash_ids_are_equal_tokens(write):
@@ -113,13 +101,6 @@ def test_equal_hash_ids_are_equal_tokens(write):
     assert a[1024] != b[1024]
     assert a[:512] != c
     assert a == token_ids(first.prompt)
-
-
-def test_vidur_arrivals_are_zero(write):
-    loaded = load_trace(write(VIDUR))
-
-    assert lengths(loaded) == [(3772, 54), (2015, 156)]
-    assert arrivals(loaded) == [0.0, 0.0]
 
 
 def test_conversation_turns_share_their_prefix(write):
@@ -144,12 +125,7 @@ def test_tokens_depend_only_on_content_and_offset():
     assert whole == token_ids([TraceSegment(3, 8)]) + token_ids([TraceSegment(4, 5)])
     assert token_ids([TraceSegment(3, 5)]) == whole[:5]
     assert all(0 <= token < 2**31 for token in whole)
-    assert token_ids([TraceSegment(-1, 4)]) != token_ids([TraceSegment(1, 4)])
-
-
-def test_tokens_of_different_contents_are_almost_always_different():
     ids = np.array([token_ids([TraceSegment(content, 100)]) for content in range(-50, 50)])
-
     assert len(np.unique(ids)) > 0.999 * ids.size
 
 
@@ -177,12 +153,8 @@ def test_length_scale_keeps_shared_segments(write):
     assert [s.tokens for s in first.prompt] == [128, 128, round(76 / 4)]
     assert first.prompt[:2] == second.prompt[:2]
     assert second.prompt[2].tokens == round(6 / 4)
-
-
-def test_length_scale_keeps_at_min_one_token(write):
-    loaded = load_trace(write(AZURE), TraceOptions(length_scale=0.0001))
-
-    assert lengths(loaded) == [(1, 1)] * 3
+    least = load_trace(write(AZURE), TraceOptions(length_scale=0.0001))
+    assert lengths(least) == [(1, 1)] * 3
 
 
 def test_requests_over_max_tokens_are_dropped_and_counted(write):
@@ -190,6 +162,8 @@ def test_requests_over_max_tokens_are_dropped_and_counted(write):
 
     assert lengths(loaded) == [(374, 44)]
     assert loaded.num_dropped == 2
+    with pytest.raises(TraceError, match="longer than max_tokens=10"):
+        load_trace(write(AZURE), TraceOptions(max_tokens=10))
 
 
 def test_request_rate_draws_reproducible_arrivals(write):
@@ -212,27 +186,24 @@ def test_copies_have_other_contents_and_shifted_times(write):
     assert len({request.line for request in three.requests}) == len(three.requests)
     assert [r.arrival_s for r in three.requests] == sorted(r.arrival_s for r in three.requests)
     assert all(0 <= request.arrival_s <= span_s for request in three.requests)
-    contents = [
-        {s.content for r in t.requests for s in (*r.prompt, r.answer)} for t in (once, three)
-    ]
-    assert len(contents[1]) == 3 * len(contents[0])
-    assert reusable(three.requests).token_fraction == pytest.approx(
-        reusable(once.requests).token_fraction
+    fractions = [reusable(loaded.requests).token_fraction for loaded in (once, three)]
+    one, other = (
+        {s.content for r in loaded.requests for s in (*r.prompt, r.answer)}
+        for loaded in (once, three)
     )
+    assert len(other) == 3 * len(one)
+    assert fractions[1] == pytest.approx(fractions[0])
 
 
-def test_tenants_are_read_from_a_column(write):
+def test_tenants_of_a_column_or_in_turn(write):
     rows = "TIMESTAMP,ContextTokens,GeneratedTokens,user\n2023-11-16 18:15:46,3,4,ann\n"
+    of_column = load_trace(write(rows), TraceOptions(tenants="column:user"))
+    in_turn = load_trace(write(AZURE), TraceOptions(tenants="round_robin:a,b"))
 
-    loaded = load_trace(write(rows), TraceOptions(tenants="column:user"))
-
-    assert loaded.tenants == ("ann",)
-
-
-def test_round_robin_tenants(write):
-    loaded = load_trace(write(AZURE), TraceOptions(tenants="round_robin:a,b"))
-
-    assert [r.tenant for r in loaded.requests] == ["a", "b", "a"]
+    assert of_column.tenants == ("ann",)
+    assert [r.tenant for r in in_turn.requests] == ["a", "b", "a"]
+    with pytest.raises(TraceError, match="user missing"):
+        load_trace(write(AZURE), TraceOptions(tenants="column:user"))
 
 
 def test_tenants_by_share(write):
@@ -256,10 +227,7 @@ def test_tenants_by_share(write):
         (AZURE.splitlines()[0], "has no requests"),
         ("[]" + " " * 5, "no known format"),
         (AZURE.replace("396", "-1"), "line 3: expected ContextTokens to be a whole number of 1"),
-        (
-            AZURE.replace("109", "-109"),
-            "line 3: expected GeneratedTokens to be a whole number of 0",
-        ),
+        (AZURE.replace("109", "-109"), "line 3: expected GeneratedTokens to be a whole number of"),
         (AZURE.replace("396", "0"), "line 3"),
         (AZURE.replace("396", "3.5"), "line 3"),
         (AZURE.replace("396", "many"), "line 3: expected a number ContextTokens, got 'many'"),
@@ -290,11 +258,6 @@ def test_invalid_trace_is_refused_with_its_line(write, text, message):
     assert message in str(refused.value)
 
 
-def test_missing_trace_is_refused(tmp_path):
-    with pytest.raises(TraceError, match="cannot read the trace"):
-        load_trace(tmp_path / "none.csv")
-
-
 def test_unknown_format_suggests_the_nearest(write):
     with pytest.raises(ConfigError, match="did you mean azure"):
         TraceOptions(format="azur")
@@ -302,26 +265,18 @@ def test_unknown_format_suggests_the_nearest(write):
         find_format("azur", write(AZURE))
 
 
-def test_trace_without_remaining_requests_is_refused(write):
-    with pytest.raises(TraceError, match="longer than max_tokens=10"):
-        load_trace(write(AZURE), TraceOptions(max_tokens=10))
-
-
 @pytest.mark.parametrize(
-    "options",
+    ("option", "values"),
     [
-        {"requests": 0},
-        {"time_scale": -1.0},
-        {"time_scale": float("nan")},
-        {"length_scale": 0.0},
-        {"max_tokens": 0},
-        {"request_rate": 0.0},
-        {"requests": "many"},
+        ("requests", (0, "many")),
+        ("time_scale", (-1.0, float("nan"))),
+        *(("length_scale", (0.0,)), ("max_tokens", (0,)), ("request_rate", (0.0,))),
     ],
 )
-def test_invalid_trace_options_are_refused(options):
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        TraceOptions(**options)
+def test_invalid_trace_options_are_refused(option, values):
+    for value in values:
+        with pytest.raises(ConfigError, match=option):
+            TraceOptions(**{option: value})
 
 
 @pytest.mark.parametrize(
@@ -331,11 +286,6 @@ def test_invalid_trace_options_are_refused(options):
 def test_invalid_tenants_are_refused(write, text):
     with pytest.raises(ConfigError, match="tenant"):
         load_trace(write(AZURE), TraceOptions(tenants=text))
-
-
-def test_missing_tenant_column_is_refused(write):
-    with pytest.raises(TraceError, match="user missing"):
-        load_trace(write(AZURE), TraceOptions(tenants="column:user"))
 
 
 # ---- reusable prefixes -------------------------------------------------------------------------

@@ -115,8 +115,8 @@ def test_transformers_computes_equal_logits_from_the_export(saved):
     assert theirs.std() > 0.1
 
 
-def test_explicit_attention_of_short_sequences_is_equal(saved):
-    model, _ = saved
+def test_explicit_attention_of_short_sequences_is_equal_and_the_export_round_trips(saved):
+    model, folder = saved
     ids = torch.randint(3, SMALL.vocab_size, (1, 100), generator=torch.Generator().manual_seed(0))
     rope = make_rope(SMALL, 100, dtype=torch.float32, device=torch.device("cpu"))
     with torch.no_grad():
@@ -124,30 +124,20 @@ def test_explicit_attention_of_short_sequences_is_equal(saved):
 
     assert rope.mask is not None
     torch.testing.assert_close(explicit, fused, rtol=1e-4, atol=1e-4)
-
-
-def test_export_round_trips(saved):
-    model, folder = saved
     restored = to_llama_state(load_pretrained(folder))
-
     for name, value in to_llama_state(model).items():
         assert torch.equal(value, restored[name]), name
 
 
 def test_exported_tokenizer_has_document_token_and_single_digits(saved):
     _, folder = saved
+    assert sum(p.numel() for p in load_pretrained(QUIRE_TINY).parameters()) == 6_328_576
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("<|doc|>line 48213")["input_ids"]
 
     assert ids[0] == 2
     assert len(tokenizer("48213")["input_ids"]) == 5
     assert tokenizer.decode(ids[1:]) == "line 48213"
-
-
-def test_shipped_model_loads_into_the_training_model():
-    model = load_pretrained(QUIRE_TINY)
-
-    assert sum(p.numel() for p in model.parameters()) == 6_328_576
 
 
 def smoke_options(folder, *more):
@@ -166,9 +156,8 @@ def test_interrupted_smoke_run_resumes(tmp_path, capsys):
     assert part.trainer.finished
     for name, value in weights(whole.trainer).items():
         assert torch.equal(value, weights(part.trainer)[name]), name
-    rows = [
-        json.loads(line) for line in (tmp_path / "whole.work/log.jsonl").read_text().splitlines()
-    ]
+    lines = (tmp_path / "whole.work/log.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
     assert [row["step"] for row in rows if "held_out" in row] == [12, 18]
     assert LlamaForCausalLM.from_pretrained(tmp_path / "cut").config.hidden_size == 64
     assert '"step": 18' in capsys.readouterr().out
@@ -183,11 +172,6 @@ def test_run_continues_from_the_shipped_weights(tmp_path):
     run.train()
     after = weights(run.trainer)
 
-    shipped = weights(make_shipped_trainer())
+    shipped = load_pretrained(QUIRE_TINY).state_dict()
     assert all(torch.equal(before[name], shipped[name]) for name in before)
     assert 0 < (after["embed.weight"] - before["embed.weight"]).abs().max() < 0.01
-
-
-def make_shipped_trainer():
-    trainer = make_trainer()
-    return Trainer(load_pretrained(QUIRE_TINY), trainer.maker, RECIPE)

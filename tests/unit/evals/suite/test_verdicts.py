@@ -21,15 +21,10 @@ SIZES = {"tasks": CASES, "measure": rough_measure, "context_tokens": 4096, "seed
 
 
 def cell(values, metric="accuracy", arm="full", task="lines"):
+    same = {"chance": 0.0, "prompt_tokens": 100, "output_tokens": 5, "output": "x"}
     prompts = tuple(
         PromptResult(
-            scores={metric: value},
-            depth=(index % 5) / 4,
-            chance=0.0,
-            prompt_tokens=100,
-            output_tokens=5,
-            kv_peak_bytes=1000 + index,
-            output="x",
+            scores={metric: value}, depth=(index % 5) / 4, kv_peak_bytes=1000 + index, **same
         )
         for index, value in enumerate(values)
     )
@@ -37,18 +32,13 @@ def cell(values, metric="accuracy", arm="full", task="lines"):
 
 
 @pytest.mark.parametrize(
-    ("values", "verdict"),
-    [
-        ([0.0] * 10, "worse"),
-        ([1.0] * 10, "no difference found"),
-        ([0.0, *[1.0] * 9], "no difference found"),
-    ],
+    ("zeros", "verdict"), [(10, "worse"), (0, "no difference found"), (1, "no difference found")]
 )
-def test_verdict_follows_from_the_interval_of_the_difference(values, verdict):
+def test_verdict_follows_from_the_interval_of_the_difference(zeros, verdict):
+    values = [0.0] * zeros + [1.0] * (10 - zeros)
     found = compare(task_of("lines"), cell([1.0] * 10), cell(values), GOOD)
 
-    assert found.verdict == verdict
-    assert found.difference.mean == pytest.approx(sum(values) / 10 - 1)
+    assert (found.verdict, found.difference.mean) == (verdict, pytest.approx(-zeros / 10))
 
 
 @pytest.mark.parametrize(("count", "verdict"), [(5, "none"), (6, "worse")])
@@ -87,17 +77,11 @@ def test_a_failed_task_of_the_check_takes_its_own_verdict_only():
     )
     check = Sanity(status=FAILED, reason="lines", cases=cases)
 
-    found = {
-        task: compare(task_of(task), cell([1.0] * 10), cell([0.0] * 10), check)
-        for task in ("lines", "niah", "retold")
-    }
-    assert {task: one.verdict for task, one in found.items()} == {
-        "lines": "none",
-        "niah": "worse",
-        "retold": "worse",
-    }
-    assert {one.difference.mean for one in found.values()} == {-1.0}
-    assert "got lines at 256 tokens: 10% with full KV" in found["lines"].reason
+    tasks = map(task_of, ("lines", "niah", "retold"))
+    found = [compare(task, cell([1.0] * 10), cell([0.0] * 10), check) for task in tasks]
+    assert [one.verdict for one in found] == ["none", "worse", "worse"]
+    assert {one.difference.mean for one in found} == {-1.0}
+    assert "got lines at 256 tokens: 10% with full KV" in found[0].reason
 
 
 def test_task_that_full_kv_does_not_solve_gets_no_verdict():
@@ -138,10 +122,9 @@ def test_stored_cell_is_read_again_for_equal_options_only(tmp_path):
     assert CellFolder(tmp_path).cell("a", "x") == found
     assert stored.cell("a", "y") is None
     assert [path.name for path in (tmp_path / "cells").iterdir()] == ["a.json"]  # no parts left
-    (tmp_path / "cells" / "a.json").write_text('{"of": "x", "val', encoding="utf-8")
-    assert stored.cell("a", "x") is None
-    (tmp_path / "cells" / "a.json").write_text('{"of": "x", "values": {}}', encoding="utf-8")
-    assert stored.cell("a", "x") is None
+    for damaged in ('{"of": "x", "val', '{"of": "x", "values": {}}'):
+        (tmp_path / "cells" / "a.json").write_text(damaged, encoding="utf-8")
+        assert stored.cell("a", "x") is None
     CellFolder(None).write("a", "x", {})
     assert CellFolder(None).read("a", "x") is None
 
@@ -176,13 +159,7 @@ def test_sanity_check_evicts_to_a_quarter_and_states_failures():
     [(["niah", "qa"], FAILED, ["niah"]), (["qa", "retold"], NO_CASE, []), (CASES, FAILED, CASES)],
 )
 def test_sanity_check_runs_the_cases_of_the_evaluated_tasks_only(tasks, status, ran):
-    found = sanity.check(
-        lambda prompts, *_: [""] * len(prompts),
-        tasks=tasks,
-        measure=rough_measure,
-        context_tokens=4096,
-        seed=1,
-    )
+    found = sanity.check(lambda prompts, *_: [""] * len(prompts), **SIZES | {"tasks": tasks})
 
     assert (found.status, [case["task"] for case in found.cases]) == (status, ran)
     assert all(task in found.reason for task in ran)
