@@ -64,6 +64,9 @@ def test_every_line_has_one_record(batch):
     assert all(record["error"] is None for record in records)
     assert all(record["usage"]["completion_tokens"] <= 6 for record in records)
     assert "warning" not in result.stderr  # as no id is there twice
+    assert "nothing to do: every line has a record" in batch(None, "--max-num-seqs", "2")[0].stderr
+    empty, _ = batch([""], "--overwrite")
+    assert (empty.exit_code, "in.jsonl has no requests" in empty.stderr) == (0, True)
 
 
 def openai_line(name: str, **body: object) -> object:
@@ -88,12 +91,9 @@ def test_line_with_several_prompts_has_one_record_with_all_choices(batch):
     assert [choice["index"] for choice in several["choices"]] == list(range(6))
     for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert several["usage"][count] == sum(body["usage"][count] for body in single)
-
-
-def test_one_refused_prompt_of_several_refuses_the_line(batch):
-    result, target = batch([completion("a", [[1, 2], [1, 999]]), completion("b", [[1]] * 1_025)])
-
-    assert result.exit_code == 1
+    lines = [completion("a", [[1, 2], [1, 999]]), completion("b", [[1]] * 1_025)]
+    result, target = batch(lines, "--overwrite")
+    assert result.exit_code == 1  # one refused prompt refuses its line
     errors = {r["custom_id"]: r["error"]["message"] for r in read_records(target)}
     assert "token ids" in errors["a"]
     assert "1025 prompts x 2 outputs" in errors["b"]
@@ -118,17 +118,6 @@ def test_invalid_lines_have_error_records_and_the_others_run(batch):
         assert (record["error"] is None) == (number % 2 == 1), record
 
 
-def test_line_that_never_fits_is_named_in_its_error(batch):
-    _, target = batch([*prompts(1), {"id": "long", "prompt": [5] * 300}, {"prompt": [5] * 300}])
-
-    errors = {record["line"]: record["error"] for record in read_records(target)}
-    assert errors[1] is None
-    never = "line 2 ('long') does not fit the KV memory: 300 prompt tokens and 6 to generate"
-    assert errors[2].startswith(never)
-    assert errors[3].startswith("line 3 does not fit the KV memory: ")
-    assert not any("request-" in error for error in (errors[2], errors[3]))
-
-
 def test_correction_is_suggested_if_every_failed_line_is_invalid(batch):
     result, target = batch([*prompts(1), {"promt": [1]}, "{"])
 
@@ -147,6 +136,8 @@ def test_correction_is_suggested_if_every_failed_line_is_invalid(batch):
 def test_retry_failed_runs_only_the_failed_lines(batch):
     lines = [*prompts(3), {"id": "long", "prompt": [5] * 300}, "{"]
     _, target = batch(lines)
+    never = "line 4 ('long') does not fit the KV memory: 300 prompt tokens and 6 to generate"
+    assert by_line(target)[4]["error"].startswith(never)
     succeeded = [record for record in read_records(target) if record["error"] is None]
 
     options = ("--kv-memory", "512KiB", "--json")
@@ -170,12 +161,8 @@ def test_retry_failed_runs_only_the_failed_lines(batch):
     assert read_records(target)[:3] == succeeded
     assert len(read_records(target)) == 5
 
-
-def test_retry_failed_runs_failed_lines_of_the_openai_format(batch):
-    batch([openai_line("c", prompt=[5] * 300, max_tokens=2)])
-
+    batch([openai_line("c", prompt=[5] * 300, max_tokens=2)], "--overwrite")
     result, target = batch(None, "--retry-failed", "--kv-memory", "512KiB")
-
     assert result.exit_code == 0
     assert by_line(target)[1]["response"]["status_code"] == 200
 
@@ -279,6 +266,14 @@ def test_added_lines_run_and_the_others_keep_their_records(batch):
     again, _ = batch(None, "--temperature", "1.5")
     assert "nothing to do" in again.stderr
 
+    # ids of moved lines stay; a mark of the byte order, and an id that is no name
+    texts = [json.dumps(line) for line in ({"id": "q", "prompt": [5]}, {"id": True, "prompt": [6]})]
+    batch(["\ufeff" + texts[0], texts[1]], "--overwrite")
+    result, _ = batch([{"id": "new", "prompt": [7]}, *texts])
+    assert "2 of 2 records are kept" in words(result)
+    ids = {record["line"]: record["id"] for record in read_records(target)}
+    assert ids == {1: "new", 2: "q", 3: "line-3"}
+
 
 def test_retry_failed_runs_corrected_and_new_lines_and_the_others_keep_their_records(batch):
     unnamed = {"prompt": [9, 9]}
@@ -303,18 +298,6 @@ def test_retry_failed_runs_corrected_and_new_lines_and_the_others_keep_their_rec
         assert after[new]["text"] == before[old]["text"]
     assert after[6]["response"]["body"]["choices"] == before[5]["response"]["body"]["choices"]
     assert after[6]["response"]["body"]["id"] == "cmpl-6"
-
-
-def test_ids_of_moved_lines_stay_those_of_their_first_run(batch):
-    """A mark of the byte order before the first line, and an id that is no name."""
-    lines = [{"id": "q", "prompt": [5]}, {"id": True, "prompt": [6]}]
-    texts = [json.dumps(line) for line in lines]
-    _, target = batch(["\ufeff" + texts[0], texts[1]])
-    result, _ = batch([{"id": "new", "prompt": [7]}, *texts])
-
-    assert "2 of 2 records are kept" in words(result)
-    ids = {record["line"]: record["id"] for record in read_records(target)}
-    assert ids == {1: "new", 2: "q", 3: "line-3"}
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "out.jsonl", "out.jsonl.state", "link.jsonl"])
@@ -431,7 +414,7 @@ def test_interrupt_keeps_records_and_explains_how_to_resume(batch, monkeypatch):
     assert len(read_records(target)) == 12
 
 
-def test_duplicate_ids_are_warned_about_and_all_lines_run(batch):
+def test_duplicate_ids_and_other_models_are_warned_about_and_all_lines_run(batch):
     line = openai_line("c", prompt=[3, 4], max_tokens=2)
 
     result, target = batch([*prompts(2), line, {"id": "c", "prompt": [3]}, "{", line, line])
@@ -443,25 +426,13 @@ def test_duplicate_ids_are_warned_about_and_all_lines_run(batch):
     ]
     assert len(read_records(target)) == 7
 
-
-def test_lines_that_name_another_model_are_warned_about_and_run(batch):
-    models = {"a": "gpt-x", "b": "gpt-y", "c": "gpt-x"}
-
-    body = {"prompt": [3, 4], "max_tokens": 2}
-    result, target = batch([openai_line(k, model=model, **body) for k, model in models.items()])
-
+    models, body = {"a": "gpt-x", "b": "gpt-y", "c": "gpt-x"}, {"prompt": [3, 4], "max_tokens": 2}
+    lines = [openai_line(name, model=model, **body) for name, model in models.items()]
+    result, target = batch(lines, "--overwrite")
     (warning,) = [line for line in result.stderr.splitlines() if line.startswith("warning")]
     assert warning.startswith("warning: line 1 names model 'gpt-x', but ")
     assert warning.endswith(" runs all lines; 1 more names in other lines")
     assert [record["error"] for record in read_records(target)] == [None] * 3
-
-
-def test_overwrite_and_retry_failed_exclude_each_other(batch):
-    result, target = batch(prompts(1), "--overwrite", "--retry-failed")
-
-    assert result.exit_code == 2
-    assert "--retry-failed has no effect" in result.stderr
-    assert not target.exists()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
@@ -490,6 +461,8 @@ def test_batch_without_a_model_is_refused_with_the_usage(quire, tmp_path, argume
     assert result.exit_code == 2
     assert result.stderr.startswith("error: expected quire batch MODEL INPUT OUTPUT")
     assert message in result.stderr
+    both = quire("batch", "m", "in.jsonl", tmp_path / "o", "--overwrite", "--retry-failed")
+    assert (both.exit_code, "--retry-failed has no effect" in both.stderr) == (2, True)
 
 
 def test_records_include_the_metadata_of_their_lines(batch):
@@ -508,14 +481,3 @@ def test_records_include_the_metadata_of_their_lines(batch):
     assert plain["metadata"] == openai["response"]["body"]["metadata"] == metadata
     assert "metadata" not in without
     assert "expected metadata with string values" in bad["error"]
-
-
-def test_batch_without_lines_to_run_says_why(batch):
-    empty, _ = batch([""])
-    once, _ = batch(prompts(1), "--overwrite")
-    again, _ = batch(None)
-
-    assert "in.jsonl has no requests" in empty.stderr
-    assert " 1 request " in " ".join(once.stdout.split())
-    assert "nothing to do: every line has a record" in again.stderr
-    assert [empty.exit_code, once.exit_code, again.exit_code] == [0, 0, 0]

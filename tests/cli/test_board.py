@@ -165,6 +165,7 @@ def test_a_leaderboard_without_confirmed_entries_has_its_pages(quire, tmp_path, 
     ("options", "message"),
     [
         (("--confirm", "-1"), "--confirm"),
+        (("--quick",), "no effect with --quick: --rules, --budgets, --schedules, --codecs"),
         (("--confirm-tokens", ""), "expected --confirm-tokens of 1 or more, got ''"),
         (("--confirm-tokens", "200,99999"), "--confirm-tokens of at most 4096, the model's"),
         (("--confirm-prompts", "0"), "expected --confirm-prompts of at least 1, one for each task"),
@@ -172,9 +173,7 @@ def test_a_leaderboard_without_confirmed_entries_has_its_pages(quire, tmp_path, 
         (("--confirm-prompts", "many"), "expected --confirm-prompts as whole numbers"),
     ],
 )
-def test_invalid_options_of_confirm_are_refused_before_the_first_entry(
-    quire, tmp_path, options, message
-):
+def test_invalid_options_are_refused_before_the_first_entry(quire, tmp_path, options, message):
     run = quire(*SMALL, "--confirm", "1", *options, "--out", tmp_path)
 
     assert run.exit_code == 2
@@ -193,13 +192,3 @@ def test_rules_that_one_engine_cannot_serve_together_run_in_several(quire, tmp_p
     assert "kvzip" in next(iter(arms["refused"]))
     assert "full precision" in why
     assert len(arms["rows"]) == 7
-
-
-def test_quick_and_other_entries_exclude_each_other(quire, tmp_path):
-    grids = tmp_path / "grids.toml"
-    grids.write_text("[[grid]]\nrules = ['random']\n")
-    found = quire(*SMALL, "--quick", "--grids", grids, "--out", tmp_path)
-
-    assert found.exit_code == 2
-    names = "--rules, --budgets, --schedules, --codecs, --grids; leave"
-    assert f"no effect with --quick: {names}" in " ".join(found.stderr.split())

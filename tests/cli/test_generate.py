@@ -35,7 +35,7 @@ def test_output_is_on_stdout_and_usage_on_stderr(quire, expected):
     assert "5 output tokens" in result.stderr
 
 
-@pytest.mark.parametrize("options", [(), ("--max-tokens", "300"), ("--n", "2")])
+@pytest.mark.parametrize("options", [("--max-tokens", "300"), ("--n", "2")])
 def test_max_tokens_is_lowered_to_the_kv_memory(quire, options):
     quick = ("--no-verify", "--dtype", "float32", "--kv-memory", "512KiB", "--ignore-eos")
     result = quire("generate", "--prompt", PROMPT, *quick, *options)
@@ -146,7 +146,6 @@ def test_an_unusable_tier_is_a_warning_or_an_error(quire, expected, tmp_path, ca
 
 def test_cap_above_the_prompt_evicts_nothing_and_reports_it(quire, expected):
     capped = quire("generate", "--prompt", PROMPT, "--evict", "recent:cap=9000", *QUICK)
-
     assert capped.stdout == expected.text + "\n"
     assert "0 tokens evicted (no eviction was needed under 'recent:cap=9000')" in capped.stderr
     assert "evicted" not in quire("generate", "--prompt", PROMPT, *QUICK).stderr
@@ -243,23 +242,8 @@ def test_chat_replies_to_every_line_and_clear_clears_the_conversation(quire):
     assert "conversation cleared" in result.stderr
     assert len(replies) == 3
     assert replies[0] == replies[2]  # after /clear the same message has the same reply
-
-
-@pytest.mark.parametrize(
-    ("words", "part"), [(3000, "the message of 9,001 tokens"), (300, "the message of 901 tokens")]
-)
-def test_message_that_never_fits_is_refused_and_the_chat_continues(quire, words, part):
-    result = quire("chat", *QUICK, input="one two three " * words + "\nhello\n")
-
-    assert result.exit_code == 0
-    assert part in result.stderr.split("error: ")[1]
-    assert result.stdout.strip()
-
-
-def test_system_message_starts_the_conversation(quire):
-    plain = quire("chat", *QUICK, input="hello\n").stdout
-
-    assert quire("chat", *QUICK, "--system", "It was night. ", input="hello\n").stdout != plain
+    other = quire("chat", *QUICK, "--system", "It was night. ", input="hello\n").stdout
+    assert other.strip() != replies[0]
 
 
 def test_text_without_a_tokenizer_is_refused(quire, zoo_folder: Path):

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -82,13 +81,6 @@ def docs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script without matplotlib, for tests of the stored results."""
-    monkeypatch.setattr(MAKER, "shares_svg", lambda cells: "<svg/>")
-    return MAKER
-
-
 def run_of(bench: str, part: str, claims: dict[str, float]) -> dict[str, Any]:
     """Last line of `python -m benchmarks BENCH` for a run of one part."""
     table = Table(name="t", caption="Of it.", columns=("a", "b"), rows=(("r", 1.5),))
@@ -141,33 +133,19 @@ def test_roofline_runs_are_written_as_page_images_and_stored_results(docs: Path)
     assert stored["arms"] == {}
 
 
-def test_cells_of_several_runs_are_merged(undrawn: ModuleType, docs: Path):
+def test_cells_of_several_runs_are_merged(docs: Path, monkeypatch: pytest.MonkeyPatch):
     """The highest instruction set comes first, and its claims have plain names."""
+    monkeypatch.setattr(MAKER, "shares_svg", lambda cells: "<svg/>")
     both = run_object()
     for i in (1, 0):
         run = both | {"arms": {"cells": [both["arms"]["cells"][i]], "refused": []}}
-        undrawn.main(["roofline", put(docs / f"{i}.out", run)], docs)
+        MAKER.main(["roofline", put(docs / f"{i}.out", run)], docs)
 
     stored = stored_in(docs, "roofline")
     assert stored["arms"]["cells"] == json.loads(json.dumps(both["arms"]["cells"]))
-    assert "decode_step_over_floor_avx2_int8" in stored["claims"]
-    assert "small_batch_step_over_floor" in stored["claims"]
-
-
-def test_weights_as_stored_come_first(undrawn: ModuleType, docs: Path):
-    run = run_object()
-    first = run["arms"]["cells"][0]
-    cells = [first | {"weight_codec": codec} for codec in ("int4", "auto", "int8")]
-    cells.append(first | {"implementation": "transformers"})
-    run["arms"]["cells"] = cells
-
-    undrawn.main(["roofline", put(docs / "run.out", run)], docs)
-
-    stored = stored_in(docs, "roofline")
-    found = [(cell["implementation"], cell["weight_codec"]) for cell in stored["arms"]["cells"]]
-    native = [("native", codec) for codec in ("auto", "int8", "int4")]
-    assert found == [*native, ("transformers", "auto")]
-    assert "small_batch_step_over_floor_int4" in stored["claims"]
+    assert {"decode_step_over_floor_avx2_int8", "small_batch_step_over_floor"} <= set(
+        stored["claims"]
+    )
 
 
 def test_memory_runs_are_written_as_page_images_and_stored_results(docs: Path):

@@ -39,12 +39,3 @@ def test_one_machine_has_everything_of_all_replicas():
     assert all_of_them.kv.memory == 4 * one.kv.memory
     assert all_of_them.rates.flops_per_s == 4 * one.rates.flops_per_s
     assert all_of_them.schedule.max_num_seqs == 4 * one.schedule.max_num_seqs
-
-
-def test_scaled_lengths_have_scaled_memory_blocks_and_times():
-    whole, small = ClusterBenchConfig(requests=50, length_scale=1), ClusterBenchConfig(requests=50)
-
-    assert small.memory_bytes == whole.memory_bytes / 8
-    assert (whole.block_tokens, small.block_tokens) == (512, 64)
-    last = [bench.load().requests[-1].arrival_s for bench in (whole, small)]
-    assert last[1] == pytest.approx(last[0] / 8)

@@ -11,32 +11,10 @@ from benchmarks import eviction, kvcrush
 from benchmarks.batch_max import speed
 from benchmarks.batch_max.config import BatchMaxConfig, arms_of, batch_max, decode_only, full_kv
 from benchmarks.batch_max.floor import Limits, floor_claims
-from benchmarks.batch_max.speed import (
-    CONTINUOUS,
-    STATIC,
-    ArmTime,
-    batch_sizes,
-    claims,
-    largest_of,
-    ratio,
-    rows_that_fit,
-    run_speed,
-)
 from benchmarks.common.attention import AttentionBench, AttentionShape
 from benchmarks.common.models import SHAPES, random_model
 from benchmarks.eviction import READY_ARMS, CostConfig, StepCost, ready_claims
 from benchmarks.invariant import INVARIANT, PLAIN, InvariantConfig, Speeds, summarise
-from benchmarks.kvcrush import (
-    COMPACTION,
-    PHASES,
-    REPRESENTATIVES,
-    SCORING,
-    SELECTION,
-    SIGNATURES,
-    OverheadConfig,
-    Run,
-    Stopwatch,
-)
 from benchmarks.quant.attention import AttentionTimes
 from benchmarks.quant.attention import claims as attention_claims
 from benchmarks.quant.capacity import codes_bytes, run_capacity, sequence_bytes
@@ -54,28 +32,34 @@ from support.kv_options import kv_config
 def test_stopwatch_charges_the_innermost_phase():
     """Selection from 1 to 11, nested signatures from 3 to 7: six seconds and four."""
     times = iter((1.0, 3.0, 7.0, 11.0))
-    watch = Stopwatch(lambda: next(times))
-    with watch.phase(SELECTION), watch.phase(SIGNATURES):
+    watch = kvcrush.Stopwatch(lambda: next(times))
+    with watch.phase(kvcrush.SELECTION), watch.phase(kvcrush.SIGNATURES):
         pass
-    assert (watch.seconds[SELECTION], watch.seconds[SIGNATURES]) == (6.0, 4.0)
+    assert (watch.seconds[kvcrush.SELECTION], watch.seconds[kvcrush.SIGNATURES]) == (6.0, 4.0)
 
 
 def test_each_phase_takes_time_and_their_sum_is_below_the_run():
-    config = OverheadConfig(model="tiny", rows=2, prompt_tokens=48, new_tokens=8, cap=32, every=4)
+    config = kvcrush.OverheadConfig(
+        model="tiny", rows=2, prompt_tokens=48, new_tokens=8, cap=32, every=4
+    )
     runs = kvcrush.measure(config)
 
     for name, run in runs.items():
-        there = {phase for phase in PHASES if run.seconds[phase] > 0}
-        added = {SCORING, SIGNATURES, REPRESENTATIVES} if name != kvcrush.ALONE else set()
-        assert there == {SELECTION, COMPACTION} | added
-        assert 0 < run.fraction(*PHASES) < 1
+        there = {phase for phase in kvcrush.PHASES if run.seconds[phase] > 0}
+        added = (
+            {kvcrush.SCORING, kvcrush.SIGNATURES, kvcrush.REPRESENTATIVES}
+            if name != kvcrush.ALONE
+            else set()
+        )
+        assert there == {kvcrush.SELECTION, kvcrush.COMPACTION} | added
+        assert 0 < run.fraction(*kvcrush.PHASES) < 1
 
 
 def test_overhead_claims_match_hand_computation():
-    def run(*seconds: int) -> Run:
+    def run(*seconds: int) -> kvcrush.Run:
         """Seconds of the phases in the order of `PHASES`; the run is 100 s."""
-        by_phase = dict(zip(PHASES, map(float, seconds), strict=True))
-        return Run(evict="", run_s=100.0, seconds=by_phase)
+        by_phase = dict(zip(kvcrush.PHASES, map(float, seconds), strict=True))
+        return kvcrush.Run(evict="", run_s=100.0, seconds=by_phase)
 
     runs = {"alone": run(1, 2, 0, 0, 3), "kvcrush": run(4, 2, 3, 5, 6)}
     runs |= {"heads": run(4, 2, 3, 7, 6), "kmeans": run(4, 2, 3, 45, 6)}
@@ -275,10 +259,10 @@ def test_arms_match_the_papers_algorithms():
 @pytest.mark.paper
 def test_batch_sizes_of_960_samples_equal_the_papers_set():
     """Section 4.2 of the paper: D = {1, 2, 3, 4, 5, 6, 8, ..., 32, 40, 48, ...}."""
-    assert batch_sizes()[:17] == (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 16, 20, 24, 30, 32, 40, 48)
-    assert largest_of(batch_sizes(), 9) == 8
-    assert largest_of(batch_sizes(), 0) == 0
-    assert batch_sizes(6) == (1, 2, 3, 6)
+    assert speed.batch_sizes()[:17] == (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 16, 20, 24, 30, 32, 40, 48)
+    assert speed.largest_of(speed.batch_sizes(), 9) == 8
+    assert speed.largest_of(speed.batch_sizes(), 0) == 0
+    assert speed.batch_sizes(6) == (1, 2, 3, 6)
 
 
 @pytest.mark.parametrize(
@@ -296,14 +280,14 @@ def test_rows_that_fit_equals_rows_admitted_by_the_engine(arm, rows: int):
     model = random_model(SHAPES["tiny"](), dtype=torch.bfloat16)
     kv = kv_config(memory=512 * 256, evict=arm.evict, enable_prefix_caching=False)
 
-    assert rows_that_fit(model, kv, 224, 32) == rows
-    assert rows_that_fit(model, kv, 224, 32, most=1) == 1
+    assert speed.rows_that_fit(model, kv, 224, 32) == rows
+    assert speed.rows_that_fit(model, kv, 224, 32, most=1) == 1
 
 
-def arm_time(arm: str, tokens_per_s: float, **changes: object) -> ArmTime:
-    made = {"mode": STATIC, "arm": arm, "kv_bytes": 1000, "peak_bytes": 900, "batch": 2}
+def arm_time(arm: str, tokens_per_s: float, **changes: object) -> speed.ArmTime:
+    made = {"mode": speed.STATIC, "arm": arm, "kv_bytes": 1000, "peak_bytes": 900, "batch": 2}
     times = {"prefill_s": 1.0, "decode_s": 2.0, "tokens_per_s": tokens_per_s, "preemptions": 0}
-    return ArmTime(**(made | times | changes))
+    return speed.ArmTime(**(made | times | changes))
 
 
 def test_ratio_is_median_of_ratios_within_rounds():
@@ -314,8 +298,8 @@ def test_ratio_is_median_of_ratios_within_rounds():
         [arm_time("fkv", 3.0), arm_time("bm_8", 10.0)],
     ]
 
-    assert ratio(rounds, STATIC, "bm_8", "fkv") == pytest.approx(10 / 3)
-    assert ratio(rounds[:2], STATIC, "bm_8", "fkv") == 3.0
+    assert speed.ratio(rounds, speed.STATIC, "bm_8", "fkv") == pytest.approx(10 / 3)
+    assert speed.ratio(rounds[:2], speed.STATIC, "bm_8", "fkv") == 3.0
 
 
 def test_claims_use_the_first_cap():
@@ -327,9 +311,9 @@ def test_claims_use_the_first_cap():
         arm_time("bm_112", 40.0),
         arm_time("end_56", 15.0),
     ]
-    at_once = [replace(t, mode=CONTINUOUS, tokens_per_s=2 * t.tokens_per_s) for t in found]
+    at_once = [replace(t, mode=speed.CONTINUOUS, tokens_per_s=2 * t.tokens_per_s) for t in found]
 
-    made = claims(TINY, [[*found, *at_once]])
+    made = speed.claims(TINY, [[*found, *at_once]])
 
     assert made["bm_over_ed_throughput"] == 2.5
     assert made["bm_over_fkv_throughput"] == 5.0
@@ -341,8 +325,10 @@ def test_claims_use_the_first_cap():
 
 @pytest.mark.slow
 def test_all_arms_run_once_and_the_claimed_ones_in_every_round(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(speed, "rows_that_fit", partial(rows_that_fit, most=16))
-    result = run_speed(replace(TINY, prompt_tokens=112, new_tokens=16, caps=(28, 56), repeats=2))
+    monkeypatch.setattr(speed, "rows_that_fit", partial(speed.rows_that_fit, most=16))
+    result = speed.run_speed(
+        replace(TINY, prompt_tokens=112, new_tokens=16, caps=(28, 56), repeats=2)
+    )
 
     static, continuous = result.tables
     assert [row[1] for row in static.rows] == [2, 2, 1, 2, 1, 1]
@@ -351,7 +337,7 @@ def test_all_arms_run_once_and_the_claimed_ones_in_every_round(monkeypatch: pyte
     assert result.claims["b2_bm_28_batch"] == 6  # 7 rows fit; 7 is not in the set
     for time in result.raw["rounds"][0]:
         assert 0 < time["peak_bytes"] <= time["kv_bytes"]
-        assert time["mode"] == CONTINUOUS or time["preemptions"] == 0
+        assert time["mode"] == speed.CONTINUOUS or time["preemptions"] == 0
     assert set(result.charts[0].lines) == {"FKV", "ED, cap 2", "BM, cap 28"}
 
 

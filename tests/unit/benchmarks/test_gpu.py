@@ -9,7 +9,7 @@ import torch
 from benchmarks.common.models import SHAPES, random_model
 from benchmarks.gpu.bench import GpuBench, Target
 from benchmarks.gpu.command import PARTS
-from benchmarks.gpu.compute import DecodeAttention, agrees, floor_seconds, prefill_flops
+from benchmarks.gpu.compute import agrees, floor_seconds, prefill_flops
 from benchmarks.gpu.config import QUICK_GPU, SPECS
 
 CLAIMS = {
@@ -57,15 +57,6 @@ def test_wrong_tokens_do_not_agree_with_transformers():
 
     assert agrees(model, [5, 6, 7], [best])
     assert not agrees(model, [5, 6, 7], [worst])
-
-
-def test_attention_reads_all_pages_of_all_rows():
-    attention = DecodeAttention(cpu_bench(rows=2, context=32), "float32")
-
-    spec = SPECS["toy-grouped"]
-    assert attention.kv_bytes == 2 * 32 * spec.kv_values_per_layer_token * 4
-    assert attention().shape == (2, spec.num_heads, spec.head_dim)
-    assert attention().isfinite().all()
 
 
 def test_floor_is_the_time_to_read_weights_and_kv_once():

@@ -47,31 +47,24 @@ SMALL_STEP = LayerBatchesConfig(
 )
 
 
-# ---- the page map --------------------------------------------------------------------------------
-
-
 def pages_of(memory, requests=SMALL_MAP.requests):
     """Owners and states of the pages, in the order of addresses."""
     owner, state, _ = read_pages(memory, range(requests)).in_order()
     return owner, state
 
 
-def test_pages_alternate_and_chunks_do_not():
+def test_pages_alternate_or_come_in_chunks_and_pairs_share_half_of_them():
     alternating, _ = pages_of(page_map.alternating(SMALL_MAP))
     chunks, _ = pages_of(page_map.in_chunks(SMALL_MAP))
 
     for owner in (alternating, chunks):  # each request holds its part of the pages
-        assert len(owner) == SMALL_MAP.pages
         parts = [(owner == FIRST_ROW + row).sum() for row in range(SMALL_MAP.requests)]
         assert parts == [SMALL_MAP.pages_each] * SMALL_MAP.requests == [15] * 4
     held = alternating[alternating != FREE]
     assert (held[1:] != held[:-1]).all()
     assert (chunks[: SMALL_MAP.chunk_pages] == chunks[0]).all()
 
-
-def test_pairs_share_half_of_their_pages():
     owner, state = pages_of(page_map.shared_in_pairs(SMALL_MAP))
-
     shared = (state & SHARED > 0).sum()
     assert shared == 2 * 10  # two pairs; 2 / 3 of 15 pages
     assert (owner != FREE).sum() == shared + 4 * 10
@@ -87,9 +80,6 @@ def test_quick_run_of_the_page_map_prints_every_figure_and_no_claim(capsys):
     assert figures["overview_refresh_s"] > 0
     assert len(found["arms"]["shared"]["copy_s"]) == found["config"]["repeats"]
     assert len(found["arms"]["overview_refresh_s"]) == found["config"]["engine_views"]
-
-
-# ---- batches that share layers -------------------------------------------------------------------
 
 
 def test_a_step_transfers_each_offloaded_layer_once_for_any_number_of_batches():
@@ -112,9 +102,6 @@ def test_batches_one_after_the_other_transfer_as_often_as_there_are_batches():
     }
     with pytest.raises(ConfigError, match=r"expected equal transfers .* got \[58, 59\] bytes"):
         layer_batches.transferred([StepBytes(1, 58), StepBytes(1, 59)])
-
-
-# ---- large bodies --------------------------------------------------------------------------------
 
 
 def test_claims_are_medians_and_the_largest_memory():

@@ -372,6 +372,8 @@ def test_without_a_press_outputs_are_those_of_transformers(worker, model):
 
     found = output(worker, None, 0.0)
 
+    source = Path(worker_module.__file__).read_text(encoding="utf-8")
+    assert not re.search(r"^ *(from|import) (quire|benchmarks)", source, re.MULTILINE)
     assert found["token_ids"] == expected[0, len(PROMPT) :].tolist()
     assert found["visible"] == 1.0
     assert found["retained_bytes"] == token_bytes(model) * len(PROMPT)
@@ -430,8 +432,3 @@ def test_decoding_press_keeps_the_cap_of_the_prompt_after_every_token(worker, mo
     assert (pressed.decode.target_size, pressed.decode.compression_interval) == (3, 1)
     assert pressed.decode.base_press.compression_ratio == 0.0
     assert nothing.decode.target_size == 12 + 4
-
-
-def test_worker_imports_nothing_of_quire():
-    source = Path(worker_module.__file__).read_text(encoding="utf-8")
-    assert not re.search(r"^ *(from|import) (quire|benchmarks)", source, re.MULTILINE)

@@ -14,8 +14,6 @@ from quire.sim.records import Gauges, RequestRecord
 from quire.sim.traces.base import Trace
 from support.sim_traces import request, trace
 
-# ---- beams ---------------------------------------------------------------------------------------
-
 
 @pytest.mark.paper
 def test_four_beams_that_fork_at_50_last_tokens_use_140_of_128_pages():
@@ -40,9 +38,6 @@ def test_beam_claim_is_largest_ratio_with_pages_of_16():
     ]
 
     assert measured.beam_claims(runs)["beam4_memory_ratio"] == 1.09
-
-
-# ---- a shared prefix -----------------------------------------------------------------------------
 
 
 def test_later_requests_hit_the_system_prompt():
@@ -83,17 +78,11 @@ def test_prefix_claims_are_ratios_within_rounds():
     }
 
 
-# ---- with and without a cache --------------------------------------------------------------------
-
-
 def test_total_time_is_the_sum_over_tokens():
     """After 0 and 1 tokens: 1 s, as at the shortest length; after 2: 2 s; after 3: 3 s."""
     assert measured.total_s({1: 1.0, 3: 3.0}, 4) == 1.0 + 1.0 + 2.0 + 3.0
     times = measured.TokenTimes(without_s={2: 6.0}, with_s={2: 2.0})
     assert measured.generation_claims(times) == {"cache_speedup_2": 3.0}
-
-
-# ---- fairness ------------------------------------------------------------------------------------
 
 
 def run_with(queues_s: dict[str, float], served: dict[str, int]) -> SimResult:
@@ -152,9 +141,6 @@ def test_shipped_traces_are_complete():
     assert (first.prompt_tokens, first.answer.tokens) == (374, 44)
 
 
-# ---- waste ---------------------------------------------------------------------------------------
-
-
 def test_all_stores_serve_all_workloads(small_traces):
     runs = list(simulated.measure_waste_of_stores(simulated.WasteConfig(), small_traces))
     claims = simulated.waste_claims(runs)
@@ -187,17 +173,11 @@ def test_requests_longer_than_a_lane_are_dropped_and_counted():
     }
 
 
-# ---- sizes of pages ------------------------------------------------------------------------------
-
-
 def test_table_fraction_counts_two_numbers_per_page_and_per_lane():
     """One sequence of 64 tokens, 32 layers: 4 pages of 64 KiB; tables 4 * 2 + 2 numbers of 4 B."""
     model = model_shape("llama-3.1-8b")
     found = measured.table_fraction(model, trace(request(1, 0, 60, 4)), 16, 1)
     assert found == (4 * 2 + 2) * 4 / (4 * 65_536)
-
-
-# ---- watermarks ----------------------------------------------------------------------------------
 
 
 def mark(per_cent: int, tokens_per_s: float, p99_s: float) -> simulated.WatermarkRun:
@@ -222,9 +202,6 @@ def test_all_low_watermarks_run_with_and_without_a_high_watermark(small_traces):
     marks = [(per_cent, preempts) for preempts in (False, True) for per_cent in (70, 98)]
     assert [(r.per_cent, r.preempts) for r in runs] == marks
     assert runs[0].numbers["running_peak"] <= runs[1].numbers["running_peak"]
-
-
-# ---- shared prefixes, tenants --------------------------------------------------------------------
 
 
 def test_unbounded_memory_hits_all_repeated_prefixes(small_traces):

@@ -5,31 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.common.result import PartResult
+from benchmarks.peers import measures as peer_measures
 from benchmarks.peers import part as part_module
 from benchmarks.peers.chart import PART, bars, chart_svg
 from benchmarks.peers.config import Eviction, PeersConfig, Shape, parse_shape
 from benchmarks.peers.engines import Engine, chosen_engines, default_quire, quire_engine
-from benchmarks.peers.measures import (
-    Cells,
-    Measures,
-    build_job,
-    kv_bytes_per_token,
-    max_at_once,
-    measures_of,
-    part_claims,
-    worst_totals,
-)
 from benchmarks.peers.part import COLUMNS, Failure, PeersPart, make_model, result_of, run_worker
-from benchmarks.peers.workers.llamacpp import gguf_name
-from benchmarks.peers.workers.llamacpp import interleaved as gguf_rows
-from benchmarks.peers.workers.protocol import Job
-from benchmarks.peers.workers.transformers_static import batches
 from quire.errors import UnknownName
 
 ENGINES = chosen_engines((), default_quire(), Eviction())
@@ -66,29 +52,23 @@ def result(shape_: Shape, step_s: float, **changed: Any) -> dict[str, Any]:
     } | changed
 
 
-def measures(shape_: Shape, step_s: float, **changed: Any) -> Measures:
-    return measures_of(result(shape_, step_s, **changed), shape_, judged_prompts=1)
-
-
-def test_shape_names_are_parsed():
-    plain, fixed = shape("32x512+64"), shape("fixed:32x512+256")
-
-    assert plain.lengths == ((512, 64),) * 32
-    assert plain.kv_bytes(100) == 2 * 32 * 576 * 100
-    assert not plain.is_fixed
-    assert fixed.kv_bytes(100) == 32 * 768 * 100 // 4
-    assert fixed.is_fixed
+def measures(shape_: Shape, step_s: float, **changed: Any) -> peer_measures.Measures:
+    return peer_measures.measures_of(result(shape_, step_s, **changed), shape_, judged_prompts=1)
 
 
 def test_engines_of_a_round_get_the_same_work(tmp_path):
     made = config(tmp_path, "2x8+4")
-    jobs = [build_job(made, "tiny", made.shapes[0], engine, 1) for engine in ENGINES]
-    other = build_job(made, "tiny", made.shapes[0], ENGINES[0], 0)
+    jobs = [peer_measures.build_job(made, "tiny", made.shapes[0], engine, 1) for engine in ENGINES]
+    other = peer_measures.build_job(made, "tiny", made.shapes[0], ENGINES[0], 0)
+    fixed = shape("fixed:32x512+256")
+
+    assert (fixed.is_fixed, made.shapes[0].is_fixed) == (True, False)
+    assert (shape("32x512+64").kv_bytes(100), fixed.kv_bytes(100)) == (3_686_400, 614_400)
 
     for job in jobs:
         assert job["prompts"] == jobs[0]["prompts"]
         assert job["new_tokens"] == [4, 4]
-        assert job["kv_bytes"] == 2 * 24 * kv_bytes_per_token("tiny")
+        assert job["kv_bytes"] == 2 * 24 * peer_measures.kv_bytes_per_token("tiny")
         assert job["warmup_prompts"] != job["prompts"]
         assert json.loads(json.dumps(job)) == job
     assert other["prompts"] != jobs[0]["prompts"]
@@ -127,13 +107,13 @@ def test_total_claim_pairs_rounds_with_the_fastest_peer():
         {"quire": measures(work, a), "vllm": measures(work, b), "openvino": measures(work, c)}
         for a, b, c in steps
     ]
-    found = part_claims("125m", work, rounds, ENGINES)
+    found = peer_measures.part_claims("125m", work, rounds, ENGINES)
 
     assert found.claims == {"total_vs_best_peer_32x8_2": pytest.approx(0.5)}
     assert found.best_peers == {"total_vs_best_peer_32x8_2": "vllm"}
-    other = part_claims("1100m", work, rounds, ENGINES)
+    other = peer_measures.part_claims("1100m", work, rounds, ENGINES)
     assert list(other.claims) == ["total_vs_best_peer_32x8_2_1100m"]
-    claims = worst_totals(
+    claims = peer_measures.worst_totals(
         {
             ("125m", work): found.claims,
             ("125m", shape("33x8+2")): {"total_vs_best_peer_33x8_2": 0.8},
@@ -149,7 +129,7 @@ def test_user_claims_exclude_peers_with_smaller_weights():
         work = shape(name)
         round_ = {"quire": measures(work, 4.0), "vllm": measures(work, 2.0)}
         round_["openvino"] = measures(work, 1.0, weight_bytes=50)
-        found = part_claims("125m", work, [round_], ENGINES)
+        found = peer_measures.part_claims("125m", work, [round_], ENGINES)
 
         assert found.claims[f"{claim}_vs_best_peer"] == pytest.approx(0.5)
         assert found.best_peers[f"{claim}_vs_best_peer"] == "vllm"
@@ -160,13 +140,18 @@ def test_fixed_memory_claims_compare_full_with_full_and_evicting_with_evicting()
     steps = {"quire": 2, "quire_evict": 1, "openvino": 4, "openvino_evict": 3, "vllm": 8}
     rounds = [{name: measures(work, step_s) for name, step_s in steps.items()}]
 
-    assert part_claims("125m", work, rounds, ENGINES).claims == {
+    assert peer_measures.part_claims("125m", work, rounds, ENGINES).claims == {
         "fixed_kv_vs_openvino_full": pytest.approx(2),
         "fixed_kv_vs_vllm": pytest.approx(4),
         "fixed_kv_vs_openvino_evicting": pytest.approx(3),
     }
     work = shape("32x8+2")  # without the others in each round
-    assert part_claims("125m", work, [{"quire": measures(work, 1.0)}, {}], ENGINES).claims == {}
+    assert (
+        peer_measures.part_claims(
+            "125m", work, [{"quire": measures(work, 1.0)}, {}], ENGINES
+        ).claims
+        == {}
+    )
 
 
 @pytest.fixture
@@ -187,7 +172,7 @@ def made_part(tmp_path, monkeypatch):
     for name in ("prepare", "make_model"):
         monkeypatch.setattr(part_module, name, lambda *_given: None)
     settings = config(tmp_path, "2x8+3", judged_prompts=0)
-    cells, shape_ = Cells(tmp_path / "cells.jsonl"), settings.shapes[0]
+    cells, shape_ = peer_measures.Cells(tmp_path / "cells.jsonl"), settings.shapes[0]
     run_of = {"model": "tiny", "shape": shape_, "commit": "abc", "show": lambda _cell: None}
     return PeersPart(config=settings, engines=ENGINES, cells=cells, **run_of), ran
 
@@ -215,12 +200,12 @@ def test_a_resumed_run_repeats_failed_cells_only(made_part, tmp_path):
     with (tmp_path / "cells.jsonl").open("a") as file:
         file.write('{"key": {')  # an interrupted run
 
-    again = replace(part, cells=Cells(tmp_path / "cells.jsonl")).run()
+    again = replace(part, cells=peer_measures.Cells(tmp_path / "cells.jsonl")).run()
 
     assert {name for _, name in ran} == {"vllm", "llamacpp"}
     assert again.tables[0].rows[0] == first.tables[0].rows[0]
     ran.clear()
-    replace(part, cells=Cells(tmp_path / "cells.jsonl"), commit="def").run()
+    replace(part, cells=peer_measures.Cells(tmp_path / "cells.jsonl"), commit="def").run()
     assert len(ran) == 2 * 6
 
 
@@ -241,9 +226,9 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> PeersConfig:
 
 
 def outputs(engine: Engine, workers: PeersConfig) -> list[list[int]]:
-    found = run_worker(engine, build_job(workers, "tiny", SHAPE, engine, 0), workers)
+    found = run_worker(engine, peer_measures.build_job(workers, "tiny", SHAPE, engine, 0), workers)
     assert not isinstance(found, Failure), found.reason
-    run = measures_of(found, SHAPE, judged_prompts=3)
+    run = peer_measures.measures_of(found, SHAPE, judged_prompts=3)
     assert 0 < run.first_token_s <= run.prefill_s < run.total_s
     assert run.weight_bytes > 0
     assert run.peak_rss_bytes > 10 * run.weight_bytes
@@ -256,27 +241,6 @@ def test_workers_of_transformers_and_quire_generate_the_same_tokens(workers):
     quire = quire_engine("quire=--dtype float32")
 
     assert outputs(static, workers) == outputs(quire, workers)
-
-
-def test_static_batches_fit_in_the_kv_memory(workers):
-    job: Job = build_job(workers, "tiny", SHAPE, quire_engine("quire="), 0)
-    token_bytes = 2 * job["kv_bytes_per_token"]  # float32
-
-    job["kv_bytes"] = 24 * token_bytes
-    assert batches(job) == [[0, 1], [2]]
-    job["kv_bytes"] = 36 * token_bytes
-    assert batches(job) == [[0, 1, 2]]
-    job["kv_bytes"] = 1
-    assert batches(job) == [[0], [1], [2]]
-
-
-def test_gguf_names_and_rows_are_those_of_llamacpp():
-    assert gguf_name("model.layers.11.self_attn.q_proj.weight") == "blk.11.attn_q.weight"
-    assert gguf_name("model.embed_tokens.weight") == "token_embd.weight"
-    assert gguf_name("lm_head.weight") == "output.weight"
-    # rows 0 and 2 of a head of 4 rotate together in Transformers, rows 0 and 1 in llama.cpp
-    found = gguf_rows(np.arange(8).reshape(8, 1), heads=2)
-    assert found[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 @pytest.mark.slow
@@ -321,6 +285,8 @@ def test_bars_are_in_a_fixed_order_without_failed_engines():
 
 
 def test_max_at_once_counts_requests_between_first_and_last_token():
-    assert max_at_once([[1.0, 2.0, 3.0], [2.5, 4.0], [3.5, 5.0]]) == 2
-    assert max_at_once([[1.0, 2.0], [2.0, 3.0]]) == 1  # the second starts when the first ends
-    assert max_at_once([]) == 0
+    assert peer_measures.max_at_once([[1.0, 2.0, 3.0], [2.5, 4.0], [3.5, 5.0]]) == 2
+    assert (
+        peer_measures.max_at_once([[1.0, 2.0], [2.0, 3.0]]) == 1
+    )  # the second starts when the first ends
+    assert peer_measures.max_at_once([]) == 0

@@ -5,18 +5,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from benchmarks.roofline import measured
 from benchmarks.roofline.cell import QUICK_CELL, CellBench
 from benchmarks.roofline.command import show_claims
-from benchmarks.roofline.measured import (
-    ENGINE,
-    MIN_RATIO,
-    PARTS,
-    SAMPLING,
-    Cell,
-    StepMeasure,
-    claims_of,
-    part_rows,
-)
 from benchmarks.roofline.page import PART_COLUMNS, part_cells, reached, roofline_from, step_rows
 from quire.errors import ConfigError
 from quire.kernels.native.library import NativeLibrary, load_library
@@ -31,9 +22,9 @@ def test_part_rows_contain_floors_of_their_arithmetic():
     Attention: 3 s of reading, 1 s of products. Together 400 B take 4 s, and the products of both
     take 4 + 1 = 5 s. Taken: 6 + 3 + 0.5 + 0.5 = 10 s.
     """
-    rows = {row.cost.name: row for row in part_rows(MEASURE, RATES)}
+    rows = {row.cost.name: row for row in measured.part_rows(MEASURE, RATES)}
 
-    assert list(rows) == ["mlp", "attention", SAMPLING, ENGINE, "total"]
+    assert list(rows) == ["mlp", "attention", measured.SAMPLING, measured.ENGINE, "total"]
     assert [row.floor_s for row in rows.values()] == [4.0, 3.0, 0.0, 0.0, 5.0]
     assert [row.measured_s for row in rows.values()] == [6.0, 3.0, 0.5, 0.5, 10.0]
     assert [row.share for row in rows.values()] == [0.6, 0.3, 0.05, 0.05, 1.0]
@@ -42,7 +33,7 @@ def test_part_rows_contain_floors_of_their_arithmetic():
 
 
 def test_cell_round_trips_through_json():
-    assert Cell.from_json(json.loads(json.dumps(asdict(CELL)))) == CELL
+    assert measured.Cell.from_json(json.loads(json.dumps(asdict(CELL)))) == CELL
     assert CELL.name == "125m avx2 native int8 none"
 
 
@@ -57,10 +48,10 @@ def test_claims_of_one_cell():
     """Products of a step take 5 s at the rates of MEASURE, and the step takes 10 s."""
     cell = replace(CELL, steps=(*STEPS, step("decode", 32, 1.3)))
 
-    found = claims_of([cell])
-    noisy = replace(CELL, steps=(step("decode", 1, MIN_RATIO), step("decode", 32, 0.98)))
+    found = measured.claims_of([cell])
+    noisy = replace(CELL, steps=(step("decode", 1, measured.MIN_RATIO), step("decode", 32, 0.98)))
 
-    assert found.refused == claims_of([noisy]).refused == ()
+    assert found.refused == measured.claims_of([noisy]).refused == ()
     assert found.values == {
         "prefill_over_product_rate": 0.5,
         "decode_step_over_floor": 1.3,
@@ -74,7 +65,7 @@ def test_claims_of_one_cell():
 def test_claims_of_further_cells_name_what_differs():
     other = replace(CELL, instruction_set="avx512", weight_codec="int4", steps=STEPS)
 
-    found = claims_of([replace(CELL, steps=STEPS), other]).values
+    found = measured.claims_of([replace(CELL, steps=STEPS), other]).values
 
     assert found["small_batch_step_over_floor_avx512_int4"] == 1.4
     assert "decode_step_over_floor" not in found  # no step of 32 rows
@@ -84,7 +75,7 @@ def test_claims_of_further_cells_name_what_differs():
 def test_a_step_below_its_floor_is_refused_with_the_figures(kind, capsys):
     wrong = replace(CELL, steps=(step(kind, 1, 0.6), step("decode", 32, 1.3)))
 
-    found = claims_of([wrong])
+    found = measured.claims_of([wrong])
     show_claims(found)
 
     [refused] = found.refused
@@ -110,12 +101,9 @@ def test_table_row_matches_hand_computation():
     assert lacking == ("90.0 (6.43)", "90.0 (6.43)", "", "")
     claims = reached(found.claims)  # those of other cells have the same target
     assert ("decode_step_over_floor_avx2_int8", "6.43", "at most 1.5") in claims
-
-
-@pytest.mark.parametrize("missing", ["claims", "arms", "config", "hardware", "versions", "commit"])
-def test_object_without_a_field_raises(missing: str):
-    with pytest.raises(ConfigError, match="benchmarks roofline --json"):
-        roofline_from({key: value for key, value in run_object().items() if key != missing})
+    for missing in ("claims", "arms", "config", "hardware", "versions", "commit"):
+        with pytest.raises(ConfigError, match="benchmarks roofline --json"):
+            roofline_from({key: value for key, value in run_object().items() if key != missing})
 
 
 LIBRARY = load_library()
@@ -131,17 +119,19 @@ def bench(request: pytest.FixtureRequest) -> CellBench:
 
 
 @pytest.fixture(scope="module")
-def steps(bench: CellBench) -> dict[tuple[str, int], StepMeasure]:
+def steps(bench: CellBench) -> dict[tuple[str, int], measured.StepMeasure]:
     return {(step.kind, step.rows): step for step in bench.run().steps}
 
 
-def test_steps_and_their_components_are_measured(steps: dict[tuple[str, int], StepMeasure]):
+def test_steps_and_their_components_are_measured(
+    steps: dict[tuple[str, int], measured.StepMeasure],
+):
     """4 prompts of 40 tokens fill a step; of 5 decode steps the last one ends all requests."""
     assert list(steps) == [("prefill", 4), ("decode", 1), ("decode", 4)]
     assert [step.tokens for step in steps.values()] == [160, 1, 4]
     assert [step.steps for step in steps.values()] == [1, 4, 4]
     for step in steps.values():
-        assert set(step.seconds) == {*PARTS, SAMPLING, ENGINE}
+        assert set(step.seconds) == {*measured.PARTS, measured.SAMPLING, measured.ENGINE}
         assert all(taken_s > 0 for taken_s in step.seconds.values()), step
         assert step.over_floor > 1
 
@@ -155,7 +145,7 @@ def test_costs_are_the_bytes_that_are_stored(bench, steps):
     expected = {part.name: part for part in plain}
     found = {part.name: part for part in steps["prefill", 4].costs}
 
-    assert [*found] == [*PARTS]
+    assert [*found] == [*measured.PARTS]
     for name in ("attention", "mlp", "output projection"):
         assert found[name] == expected[name]
     flops = [{name: p.flops for name, p in of.items() if p.flops} for of in (found, expected)]

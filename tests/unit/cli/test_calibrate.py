@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,25 +21,14 @@ def quire_calibrate(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["quire-tiny", *arguments])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("calibrated")
-
-
-@pytest.fixture(scope="module")
-def result(folder) -> Result:
+def test_calibrate_writes_a_file_per_side_that_needs_constants(tmp_path):
     options = ("--kv-codec", "int4; int4:equalise=1/int8; int8_channel/int4", "--tokens", "512")
-    return quire_calibrate("--output", str(folder), *options, "--json")
-
-
-def test_calibrate_writes_a_file_per_side_that_needs_constants(result, folder):
+    result = quire_calibrate("--output", str(tmp_path), *options, "--json")
     assert result.exception is None, result.output
-    written = sorted(path.name for path in (folder / "quire-kv").iterdir())
+    written = sorted(path.name for path in (tmp_path / "quire-kv").iterdir())
 
     assert written == ["key.int4_equalise_1.safetensors", "key.int8_channel.safetensors"]
-
-
-def test_calibrate_reports_codec_errors_on_held_out_text(result):
+    # codec errors on held-out text
     claims = json.loads(result.output.splitlines()[-1])["claims"]
 
     assert 0 < claims["int4:equalise=1/int8_product_error"] < claims["int4_product_error"] < 0.2
@@ -51,9 +39,7 @@ def test_calibrate_reports_codec_errors_on_held_out_text(result):
 def test_calibrate_on_a_text_file(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The keys of a cache have channels that are large in all tokens. " * 20)
-
     result = quire_calibrate("--text", str(text), "--kv-codec", "int8", "--tokens", "128")
-
     assert result.output.startswith("int8: relative error of query-key products 0.0")
 
 

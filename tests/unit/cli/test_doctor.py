@@ -56,6 +56,10 @@ def test_bfloat16_weights_name_the_arithmetic(monkeypatch, path: int, arithmetic
     assert uses["linear layers", "bfloat16"].kernel == "C extension"
     assert arithmetic in uses["linear layers", "bfloat16"].reason
     assert uses["linear layers", "float32"].reason == "float32 products"
+    monkeypatch.setenv(MAX_CPU_ISA, "avx2")
+    text, runs = instruction_set()
+    assert "limited by QUIRE_MAX_CPU_ISA=avx2" in text
+    assert runs
     has_vnni = path != AVX2 and doctor.has_vnni()
     assert ("(VNNI)" in uses["linear layers", "int8"].reason) == has_vnni
 
@@ -89,16 +93,6 @@ def test_sampling_runs_where_the_engine_samples(monkeypatch, path: int):
 
     assert sampling.row_sampling() is not None
     assert uses_with(monkeypatch, on_path(path))["sampling", ""].kernel == "C extension"
-
-
-@needs_products
-def test_a_limited_instruction_set_is_named(monkeypatch):
-    monkeypatch.setenv(MAX_CPU_ISA, "avx2")
-
-    text, runs = instruction_set()
-
-    assert "limited by QUIRE_MAX_CPU_ISA=avx2" in text
-    assert runs
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,7 @@ from typer.testing import CliRunner
 
 import quire.config.kv_config as kv_config
 import quire.scheduler.schedule_config as schedule_config
-from quire.cli import command
-from quire.cli.completion import (
-    budget_names,
-    codec_names,
-    complete_codec,
-    complete_model,
-    complete_policy,
-    complete_rule,
-    policy_names,
-)
+from quire.cli import command, completion
 from quire.cli.main import app
 from quire.cli.options import MODEL, SECTIONS, SERVER, Dtype, options_of
 from quire.kernels.select import BACKENDS
@@ -73,25 +64,17 @@ def test_help_is_short_and_reports_the_number_of_hidden_options(command):
 
 
 @pytest.mark.parametrize("command", ["tune", "board"])
-def test_help_of_a_search_says_what_it_chooses_and_where_a_size_is_required(command):
+def test_help_says_what_an_automatic_memory_is_or_that_a_search_needs_a_size(command):
     words = " ".join(shown(command, "--help").replace("│", " ").split())
     text = words.partition("--kv-memory SIZE ")[2].partition(" --swap-space")[0]
 
     assert {"--evict", "--kv-codec"}.isdisjoint(flags(shown(command, "--help-all")))
     assert "or auto (the free memory of the device; quire tune and quire board need a size)" in text
     assert "default" not in text
-
-
-def test_help_of_a_simulation_says_what_its_automatic_memory_is():
+    assert "--threads" in flags(shown(command, "--help"))
     words = " ".join(shown("simulate", "--help").replace("│", " ").split())
-
     assert "a size such as 64MiB, or auto (all requests of the trace fit at once)" in words
     assert "free memory of the device" not in words
-
-
-@pytest.mark.parametrize("command", [*COMMON, "chat", "tune", "board"])
-def test_help_names_the_number_of_threads(command):
-    assert "--threads" in flags(shown(command, "--help"))
 
 
 @pytest.mark.parametrize("command", COMMON)
@@ -100,6 +83,7 @@ def test_help_all_lists_every_engine_option(command):
 
     sections = tuple(s for s in SECTIONS if s.name in ("model", "kv", "schedule"))
     assert {f"--{found.flag}" for found in options_of(sections)} <= set(listed)
+    assert "--threads" in flags(shown(command, "--help"))
 
 
 @pytest.mark.parametrize("found", [o for o in options_of(SECTIONS) if o.choices])
@@ -129,10 +113,7 @@ def test_choices_are_shown_and_an_invalid_value_suggests_the_nearest(found):
 )
 def test_choices_are_the_registered_names(choices, registered):
     assert set(get_args(choices)) == set(registered)
-
-
-def test_device_can_have_an_index():
-    for device in ("cuda:0", "cuda:12", "cpu", "auto", "cuda"):
+    for device in ("cuda:0", "cuda:12", "cpu", "auto", "cuda"):  # no choices: it has an index
         assert MODEL.config(device=device).device == device
 
 
@@ -188,20 +169,17 @@ def test_help_shows_values_defaults_and_the_help_option():
     assert "INPUT (required)" in shown
 
 
-def test_completed_names_are_the_registered_ones():
-    assert policy_names() == ["full", *registered()]
-    assert budget_names() == list(registered_budgets())
-    for name in codec_names():
+def test_completed_names_are_the_registered_ones_with_a_cap():
+    assert completion.policy_names() == ["full", *registered()]
+    assert completion.budget_names() == list(registered_budgets())
+    for name in completion.codec_names():
         if name != "none":
             codec_pair(name)
-
-
-def test_policies_are_completed_with_a_cap_and_codecs_of_keys_and_values():
-    assert complete_rule("h2") == ["h2o:cap=", "h2o_sinks:cap="]
-    assert complete_rule("fu") == ["full"]
-    assert complete_policy("pyr") == ["pyramid"]
-    assert complete_codec("kiv") == ["kivi4", "kivi2"]
-    assert complete_codec("int8/int4_h") == ["int8/int4_hadamard"]
+    assert completion.complete_rule("h2") == ["h2o:cap=", "h2o_sinks:cap="]
+    assert completion.complete_rule("fu") == ["full"]
+    assert completion.complete_policy("pyr") == ["pyramid"]
+    assert completion.complete_codec("kiv") == ["kivi4", "kivi2"]
+    assert completion.complete_codec("int8/int4_h") == ["int8/int4_hadamard"]
 
 
 def test_models_are_completed_from_folders(tmp_path, monkeypatch):
@@ -212,10 +190,10 @@ def test_models_are_completed_from_folders(tmp_path, monkeypatch):
     (tmp_path / ".hidden").mkdir()
     monkeypatch.chdir(tmp_path)
 
-    assert complete_model("") == ["quire-tiny", "smollm2", "models/"]
-    assert complete_model("models/") == ["models/llama", "models/tiny.gguf"]
-    assert complete_model(f"{tmp_path}/models/l") == [f"{tmp_path}/models/llama"]
-    assert complete_model("nowhere/") == []
+    assert completion.complete_model("") == ["quire-tiny", "smollm2", "models/"]
+    assert completion.complete_model("models/") == ["models/llama", "models/tiny.gguf"]
+    assert completion.complete_model(f"{tmp_path}/models/l") == [f"{tmp_path}/models/llama"]
+    assert completion.complete_model("nowhere/") == []
 
 
 @pytest.mark.parametrize(
@@ -256,7 +234,6 @@ def test_shell_completion_yields_values_without_importing_torch(words, expected)
         ("generate quire-tiny x --ctx-size 512", "use --max-model-len"),
         ("serve quire-tiny --model-path x", "the model is the first argument"),
         ("serve quire-tiny -ngl 9", "unknown option '-ngl': use --weights-memory"),
-        ("serve quire-tiny -np 4", "unknown option '-np': use --max-num-seqs"),
         ("serve quire-tiny -c 4096", "unknown option '-c': use --max-model-len"),
     ],
 )
@@ -268,30 +245,17 @@ def test_flag_of_another_engine_is_refused_with_the_alternative(command: str, hi
     assert "did you mean" not in result.stderr
 
 
-def test_every_named_alternative_is_a_flag_of_quire() -> None:
+def test_flags_of_other_engines_are_none_of_quire_and_their_alternatives_are() -> None:
     known = {found.flag for found in options_of(SECTIONS)}
     known |= {"no-enable-prefix-caching", "no-cuda-graphs"}
-    named = {
-        word.strip(".,:;()").removeprefix("--")
-        for flag in command.FLAGS
-        for word in (command.instead_of(flag) or "").split()
-        if word.startswith("--")
-    }
+    hints = " ".join(command.instead_of(flag) or "" for flag in command.FLAGS)
+    named = {word.strip(".,:;()")[2:] for word in hints.split() if word.startswith("--")}
+    declared = get_command(app).commands  # type: ignore[attr-defined]
+    params = (*declared["serve"].params, *declared["generate"].params)
 
     assert named
     assert named <= known
-
-
-def test_no_listed_flag_exists_in_serve_or_generate() -> None:
-    commands = get_command(app).commands  # type: ignore[attr-defined]
-    declared = {
-        name.removeprefix("--")
-        for command in ("serve", "generate")
-        for parameter in commands[command].params
-        for name in parameter.opts
-    }
-
-    assert declared.isdisjoint(command.FLAGS)
+    assert {name[2:] for one in params for name in one.opts}.isdisjoint(command.FLAGS)
 
 
 def test_every_flag_of_the_page_on_other_engines_exists_or_has_a_hint() -> None:

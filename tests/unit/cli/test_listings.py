@@ -73,19 +73,13 @@ def test_list_has_one_row_for_each_entry_and_cuts_no_name(command, columns, monk
         ("policies lazy", ["total not bounded: a lane may retain all tokens"]),
         ("policies pyramid", ["budget=pyramid"]),
         ("policies by_layer", ["budget=(by_layer:factors=1.2x4/0.8x4)"]),
-        (
-            "codecs int4_outliers",
-            ["bits per element 4.875", "source SqueezeLLM", "--kv-codec int4_outliers"],
-        ),
+        ("codecs int4_outliers", ["bits per element 4.875", "source SqueezeLLM"]),
         ("codecs kvquant4", ["quire calibrate MODEL --kv-codec kvquant4"]),
         (
             "codecs kivi4",
             ["keys int4_page values int4:group=32", "--kv-codec kivi4+sinks=4+residual=128"],
         ),
-        (
-            "codecs",
-            ["kivi4 ", "kivi2 ", "+sinks=N", "+residual=N", "+plain_layers=N", "+promoted=N"],
-        ),
+        ("codecs", ["kivi4 ", "kivi2 ", "+sinks=N", "+residual=N", "+plain_layers=N", "+promoted"]),
     ],
 )
 def test_entry_by_name_is_shown_with_options_source_and_example(line, expected):
@@ -121,23 +115,18 @@ def test_unknown_names_are_refused_with_the_nearest(arguments, hint):
     assert hint in result.stderr
 
 
-def test_json_listing_has_policies_and_budgets():
+def test_json_listing_has_policies_budgets_and_codecs():
     listing = json.loads(output_of("policies", "--json"))
-
     rules = {row["name"]: row for row in listing["policies"]}
     budgets = {row["name"]: row for row in listing["budgets"]}
-    assert rules["tova"]["scope"] == "layer"
-    assert rules["tova"]["statistics"] == ["query_ring.1"]
+    codecs = {row["name"]: row for row in codec_rows()}
+
+    assert (rules["tova"]["scope"], rules["tova"]["statistics"]) == ("layer", ["query_ring.1"])
     assert budgets["pyramid"]["options"] == {"beta": 20, "rounding": "largest_fractions"}
     assert budgets["pyramid"]["needs"] == "never"
-
-
-def test_every_codec_is_listed_with_its_bytes_per_vector():
-    rows = {row["name"]: row for row in codec_rows()}
-
-    assert rows.keys() == CODECS.keys()
-    assert rows["float16"]["vector_bytes"] == 256
-    assert rows["int8"]["vector_bytes"] == 128 + 2
+    assert codecs.keys() == CODECS.keys()
+    assert codecs["float16"]["vector_bytes"] == 256
+    assert codecs["int8"]["vector_bytes"] == 128 + 2
 
 
 def test_cpu_features_are_read_on_x86_and_arm():

@@ -68,15 +68,10 @@ def test_option_defaults_are_the_field_defaults():
             assert section.build({found.path: found.default}) == plain
 
 
-def test_flag_is_taken_from_metadata_or_the_field_name():
+def test_flag_is_taken_from_metadata_or_the_field_name_and_sizes_are_marked():
     flags = {found.name: found.flag for found in options_of((MODEL, KV))}
-
-    assert flags["memory"] == "kv-memory"
-    assert flags["page_tokens"] == "block-size"
-    assert flags["trust_remote_code"] == "trust-remote-code"
-
-
-def test_size_options_are_marked():
+    named = {"memory": "kv-memory", "page_tokens": "block-size"}
+    assert flags.items() >= (named | {"trust_remote_code": "trust-remote-code"}).items()
     sized = {found.name for found in options_of((KV,)) if found.sized}
 
     names = "memory swap_space kv_memory cpu_memory disk_memory remote_memory scratch"
@@ -169,8 +164,11 @@ def test_unknown_name_suggests_the_nearest(read, text, nearest):
 
 def test_integer_for_a_float_and_single_stop_string_are_accepted(read):
     _, values = read("temperature = 1\nstop = 'x'\nkv-memory = 4096")
-
     assert values == {"sampling_temperature": 1, "sampling_stop": "x", "kv_memory": 4096}
+    _, values = read("kv-memory = 4")
+    assert values == {"kv_memory": "4"}
+    with pytest.raises(ConfigError, match="expected a size with its unit, got '4'"):
+        KVConfig(memory=values["kv_memory"])
 
 
 @pytest.mark.parametrize("value", ["9" * 5_000, "0x" + "f" * 5_000, "-" + "9" * 400, str(2**64)])
@@ -186,16 +184,14 @@ def test_integer_over_64_bits_is_refused(read, key, value):
     [
         ("model = 3", "must be a string, got 3"),
         ("[model]\nname = 3", "must be a string, got 3"),
-        ("kv-memory = 1.5", "kv-memory"),
-        ("kv-memory = true", "kv-memory"),
-        ("max-num-batched-tokens = '7'", "max-num-batched-tokens"),
-        ("max-num-batched-tokens = 7.0", "max-num-batched-tokens"),
-        ("max-num-batched-tokens = true", "max-num-batched-tokens"),
-        ("temperature = 'warm'", "temperature"),
-        ("verify = 1", "verify"),
-        ("dtype = 32", "dtype"),
-        ("stop = [1]", "stop"),
-        ("stop = 1", "stop"),
+        *((f"kv-memory = {value}", "kv-memory") for value in ("1.5", "true")),
+        *((f"max-num-seqs = {value}", "max-num-seqs") for value in ("'7'", "7.0", "true")),
+        *(
+            ("temperature = 'warm'", "temperature"),
+            ("verify = 1", "verify"),
+            ("dtype = 32", "dtype"),
+        ),
+        *((f"stop = {value}", "stop") for value in ("[1]", "1")),
         ("kv-memory = 1\n[kv]\nmemory = 2", "twice"),
         ("kv-memory: 1", "not TOML"),
         ("port = " + "[" * 5_000, "nested too deeply"),
@@ -222,14 +218,6 @@ def test_file_that_is_missing_or_not_utf_8_is_refused(tmp_path: Path):
             read_config_file(path)
     with pytest.raises(ConfigError, match="No such file"):
         read_config_file(tmp_path / "nowhere.toml")
-
-
-def test_small_size_without_a_unit_is_refused(read):
-    _, values = read("kv-memory = 4")
-
-    assert values == {"kv_memory": "4"}
-    with pytest.raises(ConfigError, match="expected a size with its unit, got '4'"):
-        KVConfig(memory=values["kv_memory"])
 
 
 seen: list[tuple[Settings, str | None]] = []
@@ -331,14 +319,9 @@ def test_value_out_of_range_is_refused_before_loading(option, values, error):
         assert not seen
 
 
-def test_settings_as_dict_has_json_values():
-    settings = settings_of(show, "--kv-memory", "2MiB", "--seed", "3")
-
-    assert settings.as_dict()["kv"]["memory"] == 2 << 20
-    assert settings.as_dict()["sampling"]["seed"] == 3
-
-
 def test_tenants_without_default_are_refused():
+    found = settings_of(show, "--kv-memory", "2MiB", "--seed", "3").as_dict()  # JSON values
+    assert (found["kv"]["memory"], found["sampling"]["seed"]) == (2 << 20, 3)
     settings_of(show, "--tenants", "a; default:weight=2").refuse_other_tenants()
     settings_of(show).refuse_other_tenants()
 

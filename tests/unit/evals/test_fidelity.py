@@ -111,13 +111,11 @@ def test_equal_values_between_limits_have_an_exact_interval(values, limits, low,
 
 
 def test_six_equal_differences_are_the_fewest_that_exclude_no_difference():
+    """The interval contains the mean, and narrows with more values."""
     highs = [mean_of([-1.0] * count, limits=(-1.0, 1.0)).high for count in (5, 6)]
 
     assert highs[0] > 0 > highs[1]
     assert MIN_PROMPTS == 6
-
-
-def test_interval_contains_the_mean_and_narrows_with_more_values():
     few, many = mean_of([0.0, 1.0] * 5), mean_of([0.0, 1.0] * 500)
 
     assert few.low < few.mean < few.high

@@ -11,20 +11,11 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ConfigError, UnknownName
+from quire.evals import tasks
 from quire.evals.questions import DEPTHS, DOCUMENT_START, make_questions
-from quire.evals.tasks import (
-    FAMILIES,
-    BookFiller,
-    Setting,
-    build,
-    make,
-    names,
-    rough_measure,
-    synthetic_filler,
-)
 from quire.evals.tasks.words import CLASS_NAMES, class_words, haystack, vocabulary
 
-PLACED = [name for name in FAMILIES if name not in ("labels", "arithmetic", "headline")]
+PLACED = [name for name in tasks.FAMILIES if name not in ("labels", "arithmetic", "headline")]
 BURIED = [name for name in PLACED if name not in ("copy",)]
 
 PINNED = {
@@ -46,12 +37,12 @@ def fingerprint(name):
     digest = hashlib.sha256()
     for seed in range(5):
         for split, queries in (("eval", 1), ("train", None)):
-            task = make(name, seed, 300, split=split, queries=queries)
+            task = tasks.make(name, seed, 300, split=split, queries=queries)
             digest.update(repr(task.training_spans()).encode())
     return digest.hexdigest()[:16]
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", tasks.names())
 def test_task_text_of_a_seed_is_pinned(name):
     assert fingerprint(name) == PINNED[name]
 
@@ -59,7 +50,7 @@ def test_task_text_of_a_seed_is_pinned(name):
 @pytest.mark.parametrize("name", BURIED)
 def test_answer_occurs_in_the_context(name):
     for seed in range(10):
-        task = make(name, seed, 300, depth=0.5)
+        task = tasks.make(name, seed, 300, depth=0.5)
 
         assert task.queries[0].answer.strip() in task.context
         assert task.prompt() == task.context + task.queries[0].question
@@ -69,7 +60,7 @@ def test_answer_occurs_in_the_context(name):
 def test_depth_sets_the_position_of_the_queried_record(name):
     starts = []
     for depth in (0.0, 0.5, 1.0):
-        task = make(name, 3, 500, depth=depth)
+        task = tasks.make(name, 3, 500, depth=depth)
         starts.append(task.context.index(task.queries[0].answer.strip()) / len(task.context))
 
         assert task.queries[0].depth == pytest.approx(depth, abs=0.05)
@@ -78,16 +69,18 @@ def test_depth_sets_the_position_of_the_queried_record(name):
     assert starts[2] > 0.8
 
 
-@pytest.mark.parametrize("name", [name for name in names() if name != "arithmetic"])
+@pytest.mark.parametrize("name", [name for name in tasks.names() if name != "arithmetic"])
 def test_evaluation_prompt_fills_but_never_exceeds_its_length(name):
     for tokens in (128, 512):
-        lengths = [rough_measure(make(name, seed, tokens).prompt()) for seed in range(9)]
+        lengths = [
+            tasks.rough_measure(tasks.make(name, seed, tokens).prompt()) for seed in range(9)
+        ]
 
         assert max(lengths) <= tokens
         assert min(lengths) >= 0.65 * tokens
 
 
-def test_training_and_evaluation_words_are_disjoint():
+def test_training_and_evaluation_words_and_sums_are_disjoint():
     for kind in ("adjective", "noun", "name", "place"):
         train, held_out = set(vocabulary(kind, "train")), set(vocabulary(kind, "eval"))
 
@@ -95,11 +88,11 @@ def test_training_and_evaluation_words_are_disjoint():
         assert len(held_out) == pytest.approx(0.25 * len(train), rel=0.1)
     for name in CLASS_NAMES:
         assert not set(class_words(name, "train")) & set(class_words(name, "eval"))
-
-
-def test_training_and_evaluation_sums_are_disjoint():
     questions = {
-        split: {make("arithmetic", seed, 80, split=split).queries[0].question for seed in range(99)}
+        split: {
+            tasks.make("arithmetic", seed, 80, split=split).queries[0].question
+            for seed in range(99)
+        }
         for split in ("train", "eval")
     }
 
@@ -108,14 +101,14 @@ def test_training_and_evaluation_sums_are_disjoint():
 
 def test_label_question_does_not_occur_in_the_prompt():
     for seed in range(20):
-        task = make("labels", seed, 200)
+        task = tasks.make("labels", seed, 200)
 
         assert f"\n{task.queries[0].question}" not in f"\n{task.context}"
         assert task.chance == 0.25
 
 
 def test_training_task_weights_every_answer():
-    task = make("kv", 0, 300, split="train", queries=None)
+    task = tasks.make("kv", 0, 300, split="train", queries=None)
     weights = [weight for _, weight in task.training_spans()]
 
     assert len(task.queries) > 5
@@ -124,7 +117,7 @@ def test_training_task_weights_every_answer():
 
 def test_hops_select_direct_or_indirect_variables():
     for seed in range(10):
-        direct, indirect = (make("variables", seed, 300, hops=hops) for hops in (0, 1))
+        direct, indirect = (tasks.make("variables", seed, 300, hops=hops) for hops in (0, 1))
         name = direct.queries[0].question.split()[2]
         other = indirect.queries[0].question.split()[2]
 
@@ -134,7 +127,7 @@ def test_hops_select_direct_or_indirect_variables():
 
 def test_arithmetic_answers_are_correct():
     for seed in range(30):
-        query = make("arithmetic", seed, 60, digits=2, steps=True).queries[0]
+        query = tasks.make("arithmetic", seed, 60, digits=2, steps=True).queries[0]
         _, left, sign, right, _ = query.question.split()
         total = int(left) + int(right) if sign == "+" else int(left) - int(right)
 
@@ -143,14 +136,14 @@ def test_arithmetic_answers_are_correct():
 
 def test_unknown_names_and_settings_out_of_range_are_refused():
     with pytest.raises(UnknownName, match="did you mean lines"):
-        make("line", 0, 100)
+        tasks.make("line", 0, 100)
     with pytest.raises(UnknownName, match="digits"):
-        make("lines", 0, 100, digit=3)
+        tasks.make("lines", 0, 100, digit=3)
     with pytest.raises(UnknownName, match="option of task 'labels'"):
-        build("labels", random.Random(0), Setting(tokens=100), needles=2)
+        tasks.build("labels", random.Random(0), tasks.Setting(tokens=100), needles=2)
     for options in ({"depth": 1.5}, {"depth": -0.1}, {"tokens": 0}):
         with pytest.raises(ConfigError, match="expected"):
-            Setting(**{"tokens": 100, **options})
+            tasks.Setting(**{"tokens": 100, **options})
 
 
 def test_packaged_books_are_small_ascii_text_and_named():
@@ -177,38 +170,36 @@ def test_slice_is_a_substring_cut_at_word_boundaries():
         assert start == 0 or filler.text[start - 1] == " "
         assert filler.text[start + len(text)] == " "
     assert haystack()(rng, 0) == ""
-    assert BookFiller("once upon a time ")(random.Random(0), 500) == "upon a time"  # the whole book
-
-
-def test_synthetic_filler_is_reproducible():
-    text = synthetic_filler(random.Random(0), 400)
-
+    assert (
+        tasks.BookFiller("once upon a time ")(random.Random(0), 500) == "upon a time"
+    )  # the whole book
+    text = tasks.synthetic_filler(random.Random(0), 400)
     assert 380 < len(text) <= 400
-    assert text == synthetic_filler(random.Random(0), 400)
+    assert text == tasks.synthetic_filler(random.Random(0), 400)
 
 
-@pytest.mark.parametrize("task", names())
+@pytest.mark.parametrize("task", tasks.names())
 def test_prompt_and_answer_fit_the_requested_length(task: str):
-    found = make_questions(task, 200, 10, measure=rough_measure)
+    found = make_questions(task, 200, 10, measure=tasks.rough_measure)
 
     assert [question.depth for question in found] == [*DEPTHS, *DEPTHS]
     assert len({question.prompt for question in found}) == 10
     for question in found:
         assert question.prompt.startswith(DOCUMENT_START)
-        assert rough_measure(question.prompt + question.answer) <= 200
-    assert found[:3] == make_questions(task, 200, 3, measure=rough_measure)
+        assert tasks.rough_measure(question.prompt + question.answer) <= 200
+    assert found[:3] == make_questions(task, 200, 3, measure=tasks.rough_measure)
 
 
 def test_too_small_length_of_questions_is_refused():
     short = r"'niah' fits into 20 tokens: expected --tokens of (\d+) or more"
     with pytest.raises(ConfigError, match=short) as refused:
-        make_questions("niah", 20, 10, measure=rough_measure)
+        make_questions("niah", 20, 10, measure=tasks.rough_measure)
     found = re.search(short, str(refused.value))
     least = int(found[1])
 
-    assert len(make_questions("niah", least, 10, measure=rough_measure)) == 10
+    assert len(make_questions("niah", least, 10, measure=tasks.rough_measure)) == 10
     with pytest.raises(ConfigError, match=f"expected --tokens of {least} or more"):
-        make_questions("niah", least - 1, 10, measure=rough_measure)
+        make_questions("niah", least - 1, 10, measure=tasks.rough_measure)
 
 
 def test_tasks_and_questions_load_neither_torch_nor_numpy():

@@ -1,5 +1,7 @@
 """Steps and times of a static batch by Batch-Max's algorithms; whether eviction pays."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,24 +52,12 @@ def test_prompt_is_prefilled_to_the_cap_and_then_in_blocks():
     assert steps_of(spec, 9, 5) == [(6, 0, 0), (2, 4, 6), (1, 4, 6), *decoded]
 
 
-def test_decode_schedule_prefills_the_whole_prompt_and_evicts_before_decoding():
+def test_other_schedules_evict_before_decoding_once_or_never():
     """Algorithm 2: retain the newest token and the next one."""
     assert steps_of(EXTREME, 9, 4) == [(9, 0, 0), (1, 1, 9), (1, 1, 2), (1, 1, 2)]
-
-
-def test_prefill_end_schedule_evicts_once_and_no_cap_never():
     spec = EvictionSpec(cap=4, every=1, when=PREFILL_END)
-
     assert steps_of(spec, 9, 4) == [(9, 0, 0), (1, 4, 9), (1, 5, 0), (1, 6, 0)]
     assert steps_of(KEEP_ALL, 3, 3) == [(3, 0, 0), (1, 3, 0), (1, 4, 0)]
-
-
-def test_empty_prompts_outputs_and_batches_are_refused():
-    for prompt, new in ((0, 1), (1, 0)):
-        with pytest.raises(ConfigError, match="1 token or more"):
-            list(row_steps(KEEP_ALL, prompt, new))
-    with pytest.raises(ConfigError, match="1 row or more"):
-        run_seconds(RATES, [], 0)
 
 
 @given(
@@ -113,10 +103,7 @@ def test_run_time_follows_the_formula():
     assert run.decode_s == pytest.approx(21.465 + 0.468)
     assert run.new_tokens == 9
     assert run.tokens_per_s == pytest.approx(9 / (3.88 + 4.40 + 21.465 + 0.468))
-
-
-def test_decode_time_is_at_min_the_prefill_time():
-    """10 rows: 0.45 + 7 * 0.05 = 0.8 s extrapolated, but prefill of 10 tokens takes 0.1 s each."""
+    # 10 rows: 0.45 + 7 * 0.05 = 0.8 s extrapolated, but prefill of 10 tokens takes 0.1 s each
     run = run_seconds(RATES, [RowStep(new=1, before=9, decodes=True)], 10)
 
     assert run.decode_s == pytest.approx(1.0 + 0.001 * 10 * 10)
@@ -134,26 +121,23 @@ def test_batch_time_is_interpolated_linearly(rows, seconds):
     assert DecodeRates(batch_s=((4, 2.0),)).products_s(rows) == 2.0  # one batch for all
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"batch_s": ()},
-        {"batch_s": ((1, 0.0),)},
-        {"batch_s": ((1, float("nan")),)},
-        {"batch_s": ((2, 1.0), (2, 1.0))},
-        {"batch_s": ((0, 1.0),)},
-        {"batch_s": ((1, 1.0),), "slot_s": -1.0},
-    ],
-)
-def test_invalid_rates_are_refused(options):
-    with pytest.raises(ConfigError):
-        DecodeRates(**options)
+def test_empty_runs_and_invalid_rates_are_refused():
+    for prompt, new in ((0, 1), (1, 0)):
+        with pytest.raises(ConfigError, match="1 token or more"):
+            list(row_steps(KEEP_ALL, prompt, new))
+    with pytest.raises(ConfigError, match="1 row or more"):
+        run_seconds(RATES, [], 0)
+    times = ((), ((1, 0.0),), ((1, math.nan),), ((2, 1.0), (2, 1.0)), ((0, 1.0),))
+    options = [{"batch_s": of_batches} for of_batches in times]
+    for option in (*options, {"batch_s": ((1, 1.0),), "slot_s": -1.0}):
+        with pytest.raises(ConfigError):
+            DecodeRates(**option)
 
 
 # ---- worked arithmetic: 125M, prompts 3,584, 512 new, cap 896, p = 64, pool of 2 x 4,096 tokens
 
 
-def test_full_kv_and_decode_only_at_the_floor():
+def test_batch_max_at_the_floor_is_1_9_times_decode_only_and_2_6_times_full_kv():
     """FKV and ED at batch 2.
 
     A token: 2 FLOP for each of 75.5M weights; a prompt: 541 GFLOP and 237 GFLOP of attention, at
@@ -168,12 +152,8 @@ def test_full_kv_and_decode_only_at_the_floor():
     assert extreme.decode_s == pytest.approx(511 * 8.41e-3, rel=2e-3)
     assert full.decode_s == pytest.approx(511 * (8.41e-3 + 3.97e-3), rel=2e-3)
 
-
-def test_batch_max_at_the_floor_is_1_9_times_decode_only_and_2_6_times_full_kv():
-    """The pool holds 8 rows of 896 tokens with their statistics: 4 times the rows of ED and FKV.
-
-    Blocks of 64 tokens have the rate of products of 64 rows, half of a whole prompt's.
-    """
+    # the pool holds 8 rows of 896 tokens with their statistics: 4 times the rows of ED and FKV;
+    # blocks of 64 tokens have the rate of products of 64 rows, half of a whole prompt's
     floor = floor_rates(LLAMA_125M, block_flops_per_s=BLOCK_FLOPS_PER_S, **RATES_OF_MACHINE)
     spec = EvictionSpec(cap=896, every=64)
     full = run_seconds(floor, row_steps(KEEP_ALL, 3_584, 512), 2)

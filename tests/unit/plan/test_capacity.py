@@ -39,15 +39,11 @@ def model_of(*windows: int | None) -> ModelSpec:
 PAGE_BYTES = 2 * 2 * 16 * 16 * 2  # K and V, heads, tokens, head_dim, bytes of fp16
 
 
-@pytest.mark.parametrize(("tokens", "pages"), [(1, 3), (16, 3), (17, 6), (160, 30), (161, 33)])
-def test_sequence_uses_whole_pages_in_every_layer(tokens: int, pages: int):
-    layout = layout_for(model_of(None, None, None), page_tokens=16, codec="float16")
-
-    assert sequence_bytes(layout, tokens) == pages * PAGE_BYTES
-
-
-def test_window_layers_are_bounded_by_the_pages_of_their_window():
+def test_sequence_uses_whole_pages_in_every_layer_and_window():
     """W = 32, pages of 16: 32 tokens that start inside a page touch 3 pages."""
+    layout = layout_for(model_of(None, None, None), page_tokens=16, codec="float16")
+    for tokens, pages in ((1, 3), (16, 3), (17, 6), (160, 30), (161, 33)):
+        assert sequence_bytes(layout, tokens) == pages * PAGE_BYTES
     layout = layout_for(model_of(None, 32, None, 32), page_tokens=16, codec="float16")
 
     assert [group.layers for group in layout.groups] == [(0, 2), (1, 3)]
@@ -313,15 +309,9 @@ def test_kv_bytes_are_those_of_whole_pages():
 @pytest.mark.parametrize(
     ("fitting", "batch", "impact"),
     [
-        (1000, 50, "low"),
-        (1000, 60, "low-medium"),
-        (1000, 159, "low-medium"),
-        (1000, 160, "high"),
-        (1000, 479, "high"),
-        (1000, 480, "very high"),
-        (1000, 1000, "critical"),
-        (60, 9, "low-medium"),
-        (60, 10, "critical"),
+        *((1000, 50, "low"), (1000, 60, "low-medium"), (1000, 159, "low-medium")),
+        *((1000, 160, "high"), (1000, 479, "high"), (1000, 480, "very high")),
+        *((1000, 1000, "critical"), (60, 9, "low-medium"), (60, 10, "critical")),
     ],
 )
 def test_impact_increases_with_the_memory_share_and_with_scarcity(fitting, batch, impact):

@@ -201,16 +201,11 @@ def test_mixture_multiplies_experts_per_token_and_reads_selected_experts():
     assert many.weight_bytes - mlp.weight_bytes == difference > 0
 
 
-def test_floor_is_the_maximum_of_read_and_compute_time():
+def test_floor_is_the_maximum_of_read_and_compute_time_and_empty_steps_are_refused():
     part = PartCost(name="x", weight_bytes=60, kv_bytes=40, flops=600)
-
-    assert part.floor_s(10.0, 100.0) == 10.0
-    assert part.floor_s(100.0, 10.0) == 60.0
+    assert (part.floor_s(10.0, 100.0), part.floor_s(100.0, 10.0)) == (10.0, 60.0)
     with pytest.raises(ConfigError, match="rates above 0"):
         part.floor_s(0.0, 1.0)
-
-
-def test_empty_steps_and_rows_are_refused():
     for rows in ([], [RowTokens(new=0, before=1)]):
         with pytest.raises(ConfigError, match="1 or more new tokens"):
             step_parts(model_of(), rows, sampled_rows=0)
@@ -223,7 +218,7 @@ def test_empty_steps_and_rows_are_refused():
 TIED = {"tied_embeddings": True}
 
 
-def test_decode_step_reads_weights_once_and_kv_of_every_sequence():
+def test_decode_step_reads_weights_once_and_kv_of_every_sequence_at_a_rate():
     """Layer one reads 50 tokens, layer two its window of 10; 2 heads * 8 * K and V * 2 B = 64 B."""
     model = model_of(None, 10, **TIED)
     step = decode_step(model, batch=3, tokens=50)
@@ -246,9 +241,6 @@ def test_decode_step_reads_recurrent_states(kind: str, kv_bytes: int):
     written = 3 * (model.kv_bytes_per_token(2) + 2 * 224)
     assert sum(part.kv_bytes for part in parts) == step.kv_read_bytes + written
     assert batch * (kv_bytes + 2 * 224) > weights_read_bytes(model, batch, 2)
-
-
-def test_step_time_is_bytes_divided_by_rate():
     step = decode_step(model_of(), batch=4, tokens=10)
 
     assert step.seconds(1000.0) == step.read_bytes / 1000
@@ -257,14 +249,11 @@ def test_step_time_is_bytes_divided_by_rate():
         step.seconds(0.0)
 
 
-def test_embedding_tables_are_not_read_whole():
+def test_embedding_tables_and_experts_are_not_read_whole():
+    """One token reads its experts, and many tokens read all."""
     tied, untied = model_of(**TIED), model_of(learned_positions=50)
-
     assert untied.num_parameters > tied.num_parameters
     assert weights_read_bytes(untied, 1, 2) == weights_read_bytes(tied, 1, 2)
-
-
-def test_one_token_reads_its_experts_and_many_tokens_read_all():
     mixture = MixtureSpec(num_layers=2, num_experts=8, experts_per_token=2, expert_size=32)
     model = model_of(mixture=mixture, **TIED)
     one, four, many = (weights_read_bytes(model, batch, 2) for batch in (1, 4, 1000))

@@ -9,32 +9,10 @@ import pytest
 import torch
 
 from benchmarks.common.models import SHAPES, random_model
-from benchmarks.memory.measured import (
-    SwapConfig,
-    SwapTime,
-    measure_swap,
-    measured_breakeven,
-    swap_medians,
-)
+from benchmarks.memory import measured
 from quire.errors import ConfigError
 from quire.plan.ceilings import Machine
 from quire.profile import ceilings
-from quire.profile.ceilings import (
-    MIB,
-    QUICK_PROFILE,
-    ChunkTime,
-    CopyTimes,
-    MemoryProbe,
-    ProductProbe,
-    SwapProbe,
-    copy_rates,
-    measure_ceilings,
-    measure_chunks,
-    measure_copies,
-    measure_prefill_rates,
-    prefill_rates,
-    touched_buffer,
-)
 
 MACHINE = Machine(cpu="a processor", threads=1, torch="2.13.0")
 
@@ -47,16 +25,16 @@ def test_rates_of_half_second_calls(monkeypatch: pytest.MonkeyPatch):
         return 0.5
 
     monkeypatch.setattr(ceilings, "seconds", elapsed)
-    probe = MemoryProbe(1024)
+    probe = ceilings.MemoryProbe(1024)
 
     assert probe.read_rate() == 2048
     assert probe.copy_rate() == 1024
-    assert ProductProbe("float32", 3, 5, 7).rate() == 420
+    assert ceilings.ProductProbe("float32", 3, 5, 7).rate() == 420
 
 
 def test_every_configured_rate_is_measured():
     messages: list[str] = []
-    found = measure_ceilings(QUICK_PROFILE, MACHINE, progress=messages.append)
+    found = ceilings.measure_ceilings(ceilings.QUICK_PROFILE, MACHINE, progress=messages.append)
 
     shapes = {(p.dtype, p.rows, p.inner, p.columns) for p in found.products}
     assert shapes == {(d, r, 256, 256) for d in ("bfloat16", "float32") for r in (1, 32)}
@@ -64,7 +42,7 @@ def test_every_configured_rate_is_measured():
     for rate in (found.read_bytes_per_s, found.copy_bytes_per_s):
         assert rate > 0
     assert found.copies["cpu"].out.bytes_per_s > 0
-    swaps = 2 * len(QUICK_PROFILE.swap_bytes) * len(found.copies)
+    swaps = 2 * len(ceilings.QUICK_PROFILE.swap_bytes) * len(found.copies)
     assert len(messages) == 1 + len(found.products) + swaps
 
 
@@ -72,17 +50,17 @@ def test_rate_is_the_median_without_the_first_call(monkeypatch: pytest.MonkeyPat
     """Times 100 (not counted), 1, 2, 9: the median is 2 s for 16 B."""
     times = iter([100.0, 1.0, 2.0, 9.0])
     monkeypatch.setattr(ceilings, "seconds", lambda _call: next(times))
-    config = replace(QUICK_PROFILE, repeats=3)
+    config = replace(ceilings.QUICK_PROFILE, repeats=3)
 
-    assert ceilings.median_rate(MemoryProbe(16).read_rate, config) == 8.0
+    assert ceilings.median_rate(ceilings.MemoryProbe(16).read_rate, config) == 8.0
 
 
 def test_touched_buffer_is_written():
-    assert touched_buffer(4096).tolist() == [1] * 4096
+    assert ceilings.touched_buffer(4096).tolist() == [1] * 4096
 
 
 CPU = torch.device("cpu")
-QUICK_SWAP = SwapConfig(lengths=(32, 96), repeats=2, max_num_batched_tokens=64)
+QUICK_SWAP = measured.SwapConfig(lengths=(32, 96), repeats=2, max_num_batched_tokens=64)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +70,7 @@ def model():
 
 @pytest.mark.parametrize("scattered", [True, False])
 def test_scattered_pages_are_not_adjacent(scattered):
-    probe = SwapProbe(CPU, MIB, scattered=scattered)
+    probe = ceilings.SwapProbe(CPU, ceilings.MIB, scattered=scattered)
     for _ in range(3):
         pages = probe.memory.tables["kv"].row_pages(probe.row).astype(int)
         neighbours = np.count_nonzero(np.abs(np.diff(pages)) == 1)
@@ -100,15 +78,19 @@ def test_scattered_pages_are_not_adjacent(scattered):
 
         probe.swap()
 
-        assert probe.num_bytes == probe.memory.row_bytes(probe.row) == MIB
-        assert (probe.pool.used_bytes, probe.pool.peak_bytes) == (0, MIB)
+        assert probe.num_bytes == probe.memory.row_bytes(probe.row) == ceilings.MIB
+        assert (probe.pool.used_bytes, probe.pool.peak_bytes) == (0, ceilings.MIB)
         probe.memory.check()
 
 
 def test_every_size_is_measured_in_both_directions():
-    times = list(measure_copies(CPU, (MIB // 4, MIB), repeats=1))
+    times = list(ceilings.measure_copies(CPU, (ceilings.MIB // 4, ceilings.MIB), repeats=1))
 
-    expected = [(size, scattered) for size in (MIB // 4, MIB) for scattered in (True, False)]
+    expected = [
+        (size, scattered)
+        for size in (ceilings.MIB // 4, ceilings.MIB)
+        for scattered in (True, False)
+    ]
     assert [(t.num_bytes, t.scattered) for t in times] == expected
     assert all(t.out_s > 0 and t.back_s > 0 for t in times)
 
@@ -116,12 +98,12 @@ def test_every_size_is_measured_in_both_directions():
 def test_rates_are_fitted_to_scattered_pages():
     """Out: 1 ms and 1 ns per byte; 0.1 ms of a call is per page; packed times are not used."""
     times = [
-        CopyTimes(num_bytes=n, scattered=True, out_s=1e-3 + n * 1e-9, back_s=n * 2e-9)
+        ceilings.CopyTimes(num_bytes=n, scattered=True, out_s=1e-3 + n * 1e-9, back_s=n * 2e-9)
         for n in (10**5, 10**6, 10**7)
     ]
-    times.append(CopyTimes(num_bytes=10**6, scattered=False, out_s=9.0, back_s=9.0))
+    times.append(ceilings.CopyTimes(num_bytes=10**6, scattered=False, out_s=9.0, back_s=9.0))
 
-    rates = copy_rates(times, 1e-4, 0)
+    rates = ceilings.copy_rates(times, 1e-4, 0)
 
     assert rates.out.bytes_per_s == pytest.approx(1e9)
     assert rates.out.call_s == pytest.approx(0.9e-3)
@@ -131,7 +113,7 @@ def test_rates_are_fitted_to_scattered_pages():
 
 
 def test_every_chunk_of_a_prompt_is_measured(model):
-    times = list(measure_chunks(model, chunks=(16, 40), prompt_tokens=100, repeats=2))
+    times = list(ceilings.measure_chunks(model, chunks=(16, 40), prompt_tokens=100, repeats=2))
 
     once = [(16, before) for before in range(0, 96, 16)] + [(4, 96)]
     other = [(40, 0), (40, 40), (20, 80)]
@@ -144,11 +126,11 @@ def test_prefill_rates_match_hand_computation():
     shapes = ((16, 0), (64, 0), (64, 500), (16, 2000), (64, 3000))
     squares = [(before + tokens) ** 2 - before**2 for tokens, before in shapes]
     times = [
-        ChunkTime(tokens=n, before=before, seconds=2e-3 + 1e-5 * n + 3e-9 * square)
+        ceilings.ChunkTime(tokens=n, before=before, seconds=2e-3 + 1e-5 * n + 3e-9 * square)
         for (n, before), square in zip(shapes, squares, strict=True)
     ]
 
-    rates = prefill_rates(times)
+    rates = ceilings.prefill_rates(times)
 
     assert rates.call_s == pytest.approx(2e-3)
     assert rates.token_s == pytest.approx(1e-5)
@@ -158,7 +140,7 @@ def test_prefill_rates_match_hand_computation():
 def test_prefill_rates_are_stored_by_model_shape(model):
     said: list[str] = []
 
-    found = measure_prefill_rates(
+    found = ceilings.measure_prefill_rates(
         model, chunks=(16,), prompt_tokens=50, repeats=1, progress=said.append
     )
 
@@ -171,13 +153,13 @@ def test_prefill_rates_are_stored_by_model_shape(model):
 
 def test_prompts_above_the_context_raise(model):
     with pytest.raises(ConfigError, match="1 to 1023 tokens, got 1024"):
-        list(measure_chunks(model, chunks=(16,), prompt_tokens=1024, repeats=1))
+        list(ceilings.measure_chunks(model, chunks=(16,), prompt_tokens=1024, repeats=1))
     with pytest.raises(ConfigError, match=r"expected prompts of at most 1022 tokens .* got 1023"):
-        list(measure_swap(model, replace(QUICK_SWAP, lengths=(8, 1023))))
+        list(measured.measure_swap(model, replace(QUICK_SWAP, lengths=(8, 1023))))
 
 
 def test_every_length_is_swapped_and_recomputed_in_every_round(model):
-    times = list(measure_swap(model, QUICK_SWAP))
+    times = list(measured.measure_swap(model, QUICK_SWAP))
 
     assert [t.tokens for t in times] == [32, 96] * 2
     page_bytes = 16 * 2 * 2 * 16 * 4  # tokens, K and V, heads, head_dim, float32
@@ -187,17 +169,16 @@ def test_every_length_is_swapped_and_recomputed_in_every_round(model):
 
 def test_break_even_is_between_lengths_with_different_faster_methods():
     """Ratios 1/2 at 100 and 2 at 400: the middle of both logarithmic scales is 200."""
-    assert measured_breakeven({100: 0.5, 400: 2.0, 800: 3.0}) == pytest.approx(200)
-    assert measured_breakeven({100: 1.5, 400: 2.0}) == 0
-    assert measured_breakeven({100: 0.5, 400: 0.9}) == math.inf
+    assert measured.measured_breakeven({100: 0.5, 400: 2.0, 800: 3.0}) == pytest.approx(200)
+    assert measured.measured_breakeven({100: 1.5, 400: 2.0}) == 0
+    assert measured.measured_breakeven({100: 0.5, 400: 0.9}) == math.inf
     # a fast swap at a short length does not count if recompute is faster at a longer one
-    assert measured_breakeven({50: 1.1, 100: 0.5, 400: 2.0}) == pytest.approx(200)
-
-
-def test_medians_are_of_each_length():
+    assert measured.measured_breakeven({50: 1.1, 100: 0.5, 400: 2.0}) == pytest.approx(200)
     times = [
-        SwapTime(tokens=10, kv_bytes=1, recompute_s=r, swap_s=s)
+        measured.SwapTime(tokens=10, kv_bytes=1, recompute_s=r, swap_s=s)
         for r, s in ((2.0, 1.0), (3.0, 1.0), (100.0, 10.0))
     ]
 
-    assert swap_medians(times) == {10: SwapTime(tokens=10, kv_bytes=1, recompute_s=3.0, swap_s=1.0)}
+    assert measured.swap_medians(times) == {
+        10: measured.SwapTime(tokens=10, kv_bytes=1, recompute_s=3.0, swap_s=1.0)
+    }

@@ -8,16 +8,8 @@ from quire.errors import ConfigError, InvariantError
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, EvictionSpec
 from quire.plan.batch_verdict import decode_step_seconds, prefill_step_seconds, row_steps
 from quire.plan.rates import DecodeRates, PrefillRates, StepRates
+from quire.profile import step_rates
 from quire.profile.ceilings import QUICK_PROFILE, THOROUGH_PROFILE
-from quire.profile.step_rates import (
-    RunShape,
-    StepTime,
-    fit_steps,
-    measure_step_rates,
-    static_engine,
-    timed_steps,
-    usual_shapes,
-)
 
 RULES = ("full", "recent:cap=2,every=1,when=decode", "average:cap=12,every=4")
 
@@ -30,12 +22,12 @@ def model():
 @pytest.mark.parametrize("evict", RULES)
 def test_engine_runs_the_predicted_steps(model, evict):
     """`timed_steps` compares the tokens of each step; this test also compares the slots."""
-    shape = RunShape(rows=3, prompt_tokens=30, new_tokens=9, evict=evict)
-    engine = static_engine(model, shape)
+    shape = step_rates.RunShape(rows=3, prompt_tokens=30, new_tokens=9, evict=evict)
+    engine = step_rates.static_engine(model, shape)
     memory = engine.pool.kv.memory
     lane = next(table for table in memory.tables.values() if not table.group.private)
 
-    for time in timed_steps(model, shape, engine):
+    for time in step_rates.timed_steps(model, shape, engine):
         slots = {int(lane.num_slots[row].max()) for row in memory.live_rows}
         assert slots <= {time.step.before + time.step.new}  # no slots after the rows have ended
         assert time.seconds > 0
@@ -44,9 +36,9 @@ def test_engine_runs_the_predicted_steps(model, evict):
 
 def test_rows_that_do_not_run_concurrently_are_detected(model):
     """A row of 103 tokens needs 28 KiB: 64 KiB hold two rows, not three."""
-    shape = RunShape(rows=3, prompt_tokens=100, new_tokens=4, evict="full")
+    shape = step_rates.RunShape(rows=3, prompt_tokens=100, new_tokens=4, evict="full")
     with pytest.raises(InvariantError, match="3 rows"):
-        list(timed_steps(model, shape, static_engine(model, shape, 64 << 10)))
+        list(step_rates.timed_steps(model, shape, step_rates.static_engine(model, shape, 64 << 10)))
 
 
 def exact_times(rates, rows):
@@ -59,7 +51,7 @@ def exact_times(rates, rows):
         for prompt in (50, 90):
             for step in row_steps(spec, prompt, 12):
                 of = decode_step_seconds if step.decodes else prefill_step_seconds
-                yield StepTime(rows=rows, step=step, seconds=of(rates, step, rows))
+                yield step_rates.StepTime(rows=rows, step=step, seconds=of(rates, step, rows))
 
 
 def test_fit_recovers_the_rates_of_exact_times():
@@ -73,7 +65,7 @@ def test_fit_recovers_the_rates_of_exact_times():
             evict_slot_s=1e-5,
         ),
     )
-    found = fit_steps([time for rows in (1, 4, 16) for time in exact_times(rates, rows)])
+    found = step_rates.fit_steps([time for rows in (1, 4, 16) for time in exact_times(rates, rows)])
 
     for part in ("whole", "blocks", "decode"):
         expected, fitted = getattr(rates, part), getattr(found, part)
@@ -84,15 +76,17 @@ def test_fit_recovers_the_rates_of_exact_times():
 
 
 def test_without_eviction_block_rates_equal_prefill_rates(model):
-    shapes = usual_shapes("full", context_tokens=1_024, config=QUICK_PROFILE)
-    rates = measure_step_rates(model, shapes, repeats=1)
+    shapes = step_rates.usual_shapes("full", context_tokens=1_024, config=QUICK_PROFILE)
+    rates = step_rates.measure_step_rates(model, shapes, repeats=1)
 
     assert rates.blocks == rates.whole
     assert rates.decode.evict_row_s == rates.decode.evict_slot_s == 0
 
 
 def test_usual_shapes_fit_the_context_and_exceed_protected_tokens():
-    shapes = usual_shapes("h2o:recent=100,cap=5", context_tokens=512, config=THOROUGH_PROFILE)
+    shapes = step_rates.usual_shapes(
+        "h2o:recent=100,cap=5", context_tokens=512, config=THOROUGH_PROFILE
+    )
 
     assert all(shape.prompt_tokens + shape.new_tokens <= 512 for shape in shapes)
     assert {shape.evict.partition(":")[0] for shape in shapes} == {"h2o"}
@@ -102,4 +96,4 @@ def test_usual_shapes_fit_the_context_and_exceed_protected_tokens():
 
 def test_unknown_rule_has_no_shapes():
     with pytest.raises(ConfigError):
-        usual_shapes("h3o", context_tokens=512, config=QUICK_PROFILE)
+        step_rates.usual_shapes("h3o", context_tokens=512, config=QUICK_PROFILE)

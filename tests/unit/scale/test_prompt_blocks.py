@@ -77,7 +77,7 @@ def test_a_longer_chat_shares_the_blocks_of_its_first_turns():
     assert common_blocks(first, hints({"messages": turns})) == 0
 
 
-def test_salt_tenant_and_model_separate_prompts():
+def test_salt_tenant_and_model_separate_prompts_and_a_session_is_named():
     body = {"prompt": "x" * 64}
     plain = hints(body)
 
@@ -85,11 +85,8 @@ def test_salt_tenant_and_model_separate_prompts():
     others = [hints(body | more) for more in ({"cache_salt": "s"}, {"model": "m"})]
     for other in (*others, hints(body, tenant="b")):
         assert common_blocks(plain, other) == 0
-
-
-def test_the_session_is_named_by_header_or_body():
+    # the session is named by header or body
     header = [(b"x-session-id", b"h")]
-
     assert hints({"user": "u"}, headers=header).session == "h"
     assert hints({"user": "u"}).session == "u"
     assert hints({"user": "u", "prompt_cache_key": "k"}).session == "k"
@@ -217,13 +214,10 @@ def test_first_event_replaces_the_approximation():
     assert index.cached_blocks((1, 2, 3)) == {"a": 1}
     with pytest.raises(ConfigError, match="expected a KV event of type BlockStored"):
         index.apply_events("a", [{"type": "BlockMoved", "block_hashes": [1]}])
-
-
-def test_place_of_a_lost_replica_is_used_again():
+    # the place of a lost replica is used again
     index = BlockIndex(max_blocks=10)
     for name in ("a", "b"):
         index.expect(name, (1, 2))
     index.forget("a")
     index.expect("c", (1,))
-
     assert index.cached_blocks((1, 2)) == {"b": 2, "c": 1}

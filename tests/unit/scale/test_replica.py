@@ -73,14 +73,6 @@ def greedy_text(replica):
     return json.loads(part.body)["choices"][0]["text"]
 
 
-def test_errors_and_probes_pass(replica):
-    refused = asyncio.run(parts_of(replica, call("/v1/completions", {"prompt": 3})))
-    ready = asyncio.run(parts_of(replica, call("/ready", method="GET")))
-
-    assert (refused[0].status, len(refused)) == (400, 1)
-    assert (ready[0].status, ready[0].body) == (200, b"")
-
-
 def test_a_closed_iterator_cancels_the_request(replica):
     async def main():
         body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "stream": True}
@@ -98,7 +90,7 @@ def test_a_closed_iterator_cancels_the_request(replica):
     assert before["active_kv_bytes"] > 0
 
 
-def test_reports_count_received_requests(replica):
+def test_reports_count_received_requests_and_errors_and_probes_pass(replica):
     async def main():
         before = await replica.record_routing_stats()
         await parts_of(replica, call("/ready", method="GET"))
@@ -111,6 +103,10 @@ def test_reports_count_received_requests(replica):
     assert after["kv_capacity_bytes"] == 4 * 2**20
     assert after["queued_requests"] == after["queued_prompt_tokens"] == 0
     assert asyncio.run(replica.record_autoscaling_stats()) == {KV_USED: 0.0}
+    refused = asyncio.run(parts_of(replica, call("/v1/completions", {"prompt": 3})))
+    ready = asyncio.run(parts_of(replica, call("/ready", method="GET")))
+    assert (refused[0].status, len(refused)) == (400, 1)
+    assert (ready[0].status, ready[0].body) == (200, b"")
 
 
 def test_an_application_that_fails_raises():

@@ -155,26 +155,20 @@ def test_requests_sent_after_a_report_are_added_until_the_next():
     view.report(ReplicaLoad(replica_id="a", queued_prompt_tokens=7))
     assert view.loads()["a"].queued_prompt_tokens == 7
 
-
-def test_requests_that_a_report_does_not_include_are_still_added():
+    # requests that a report does not include are still added
     view = LoadView()
     view.report(ReplicaLoad(replica_id="a"), num_received=0)
     for tokens in (30, 20, 10):
         view.sent("a", tokens)
 
     view.report(ReplicaLoad(replica_id="a"), num_received=2)
-
     assert view.loads()["a"].queued_prompt_tokens == 10
-
-
-def test_removed_replicas_are_not_offered():
     view = LoadView()
     for name in "ab":
         view.report(ReplicaLoad(replica_id=name))
     view.remove("a")
     view.sent("a", 30)
-
-    assert [*view.loads()] == ["b"]
+    assert [*view.loads()] == ["b"]  # a removed replica is not offered
 
 
 @dataclass

@@ -31,8 +31,6 @@ def send(router, sent, replicas):
     return chosen
 
 
-# ---- any router --------------------------------------------------------------------------------
-
 # tuples, because run-time type checks of dataclasses draw random numbers
 requests = st.tuples(
     st.lists(st.integers(0, 9), max_size=6),
@@ -91,22 +89,15 @@ def test_no_replicas_and_empty_blocks_are_refused(name):
         make_router(RouterConfig(name=name), block_tokens=0)
 
 
-def test_round_robin_takes_turns():
+def test_round_robin_takes_turns_and_least_loaded_counts_requests_then_tokens_then_kv():
     router = make_router(RouterConfig(name="round_robin"), block_tokens=BLOCK)
-
     assert [send(router, request(), [idle("a"), idle("b")]) for _ in range(4)] == [*"abab"]
-
-
-def test_min_loaded_counts_requests_then_tokens_then_kv():
     router = make_router(RouterConfig(name="least_loaded"), block_tokens=BLOCK)
 
     assert router.choose(request(), [idle("a", running_requests=2), idle("b")]) == "b"
     busy = idle("a", queued_prompt_tokens=9)
     assert router.choose(request(), [busy, idle("b", active_kv_bytes=9)]) == "b"
     assert router.choose(request(), [idle("a", active_kv_bytes=10), idle("b")]) == "b"
-
-
-# ---- kv_aware ----------------------------------------------------------------------------------
 
 
 def test_request_goes_to_its_longest_cached_prefix():
@@ -157,16 +148,13 @@ def test_requests_without_a_cached_prefix_are_spread():
     assert sorted(chosen) == [*"aabbcc"]
 
 
-def test_lost_replica_holds_nothing_any_more():
+def test_events_and_losses_say_which_blocks_are_cached():
     router = kv_aware()
     router.note_sent(request((1, 2, 3, 4)), "a")
     router.note_lost("a")
     router.note_finished(request((1, 2, 3, 4)), "a")
 
     assert router.uncached_tokens(request((1, 2, 3, 4)), "a") == 100
-
-
-def test_events_say_which_blocks_are_cached():
     router = kv_aware()
     router.note_block_events("a", [{"type": "BlockStored", "block_hashes": [1, 2, 3]}])
     assert router.uncached_tokens(request((1, 2, 3)), "a") == 100 - 3 * BLOCK
@@ -198,9 +186,6 @@ def test_memory_of_the_router_is_bounded(count):
 
     assert len(router._sessions) == 5
     assert router.index.num_hashes <= 16
-
-
-# ---- options -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

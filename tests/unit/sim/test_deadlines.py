@@ -94,9 +94,6 @@ def test_summary_reports_the_fraction_of_deadlines_met():
     assert numbers["deadlines_met_fraction"] == 0.5
 
 
-# ---- urgency -----------------------------------------------------------------------------------
-
-
 class RecordingTimer:
     """A timer that records its longest step."""
 
@@ -140,5 +137,4 @@ def test_urgent_request_waits_for_at_max_one_step(batcher, memory):
 @pytest.mark.parametrize("batcher", ["static", "pd"])
 def test_static_batches_admit_no_urgent_request_between_steps(batcher):
     wait_s, step_s = longest_wait(batcher, "2MiB", urgent=-1)
-
     assert wait_s > 3 * step_s

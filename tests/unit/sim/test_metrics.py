@@ -94,7 +94,7 @@ def test_briefly_backlogged_tenant_is_not_compared():
     assert jain_index(served.by_weight) is None
 
 
-def test_long_backlog_of_all_tenants_is_compared():
+def test_long_backlog_of_all_tenants_is_compared_by_weight():
     served = ServedTokens(("a", "b"))
     both = [requested(tenant) for tenant in "ab"]
     for tenant in "ab" * 11:
@@ -105,9 +105,6 @@ def test_long_backlog_of_all_tenants_is_compared():
         served.served(both, [3, 1])
 
     assert served.settled == served.tokens == {"a": 33, "b": 11}
-
-
-def test_fairness_accounts_for_tenant_weights():
     served = ServedTokens(("a", "b"), {"a": 3.0})
     served.settled.update(a=30, b=10)
 
@@ -144,8 +141,7 @@ def test_gauges_are_weighted_by_time():
     assert gauges.waste_fraction == (60 + 30) / (240 + 40)
     assert (gauges.peak_used_bytes, gauges.peak_running, gauges.peak_waiting) == (100, 2, 4)
 
-
-def test_long_series_is_thinned_evenly():
+    # a long series is thinned evenly
     gauges = Gauges()
     for i in range(20_000):
         gauges.add(reading(time_s=float(i)), 1.0)

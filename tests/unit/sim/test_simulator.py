@@ -64,9 +64,6 @@ def seconds(timer, new, before):
     return timer.seconds(np.array([new]), np.array([before]), 1)
 
 
-# ---- one request -------------------------------------------------------------------------------
-
-
 def test_request_time_is_the_sum_of_its_steps():
     """A prompt of 5 and an output of 3: one step of 5 tokens, then two of 1."""
     result = simulate(trace(request(1, 0, 5, 3)), CONFIG)
@@ -104,10 +101,7 @@ def test_empty_output_counts_as_one_token():
     assert math.isnan(record.tpot_s)
 
 
-# ---- refused requests --------------------------------------------------------------------------
-
-
-def test_outputs_are_truncated_at_the_context_and_longer_prompts_refused():
+def test_outputs_are_truncated_at_the_context_and_requests_that_never_fit_refused():
     longest = TINY.max_positions
     load = trace(request(1, 0, longest - 2, 50), request(2, 0, longest, 1))
     cut, refused = simulate(load, AMPLE).records
@@ -115,18 +109,12 @@ def test_outputs_are_truncated_at_the_context_and_longer_prompts_refused():
     assert (cut.answer_tokens, cut.cut_tokens) == (2, 48)
     assert refused.refused == TOO_LONG
     assert not refused.finished
-
-
-def test_requests_that_never_fit_are_counted():
     page_bytes = 8 * 2 * 4 * 32 * 16 * 2  # layers, K and V, heads, dim, tokens, bytes
     config = replace(CONFIG, kv=KVConfig(memory=4 * page_bytes))
     result = simulate(trace(request(1, 0, 70, 1), request(2, 0, 30, 5)), config)
 
     assert [record.refused for record in result.records] == [NEVER_FITS, None]
     assert summarise(result)["refused_never_fits"] == 1
-
-
-# ---- runs --------------------------------------------------------------------------------------
 
 
 def test_simulation_is_deterministic():
@@ -317,9 +305,6 @@ def test_unsupported_options_are_refused(kv, schedule, message):
         make_simulator(OVERLOAD, config)
 
 
-# ---- waste -------------------------------------------------------------------------------------
-
-
 def test_waste_is_weighted_by_time():
     """One sequence in pages of 16 while it grows from 10 to 12 tokens: 6, 5 and 4 of 16 empty."""
     simulator = make_simulator(trace(request(1, 0, 10, 3)), CONFIG)
@@ -330,10 +315,8 @@ def test_waste_is_weighted_by_time():
     expected = sum(t * n for t, n in zip(times, (6, 5, 4), strict=True)) / (16 * sum(times))
     assert result.gauges.waste_fraction == pytest.approx(expected)
 
-
-def test_waste_of_requests_counts_whole_pages():
+    # of requests in whole pages
     result = simulate(trace(request(1, 0, 10, 3), request(2, 0, 16, 1)), CONFIG)
-
     assert request_waste(result, 16) == pytest.approx(1 - (12 + 16) / 32)
 
 
@@ -354,11 +337,8 @@ def test_large_memory_reuses_all_reusable_prefixes_of_a_tenant():
     separate = summarise(simulate(replace(CONVERSATIONS, requests=requests), AMPLE))
     assert separate["cached_tokens"] == 0
 
-
-def test_without_prefix_caching_no_tokens_are_cached():
     kv = kv_config(memory="auto", enable_prefix_caching=False)
     summary = summarise(simulate(CONVERSATIONS, replace(CONFIG, kv=kv)))
-
     assert summary["cached_tokens"] == 0
     assert summary["reusable_token_fraction"] > 0.7
 
@@ -389,9 +369,6 @@ def test_a_hybrid_continues_from_its_checkpoints(interval, cached_tokens):
     assert simulate(trace(before, other), config).records[1].cached_tokens == cached_tokens
 
 
-# ---- tenants -----------------------------------------------------------------------------------
-
-
 def test_metrics_are_reported_per_tenant():
     load = trace(*(request(i, 0, 40, 10, tenant="a" if i % 3 else "b") for i in range(1, 31)))
     result = simulate(load, replace(CONFIG, schedule=ScheduleConfig(max_num_seqs=2)))
@@ -400,9 +377,6 @@ def test_metrics_are_reported_per_tenant():
     assert (found["a"]["finished"], found["b"]["finished"]) == (20, 10)
     # one tenant sends twice as much, and is served equally while both wait
     assert summarise(result)["jain_index"] >= 0.98
-
-
-# ---- recorded traces ---------------------------------------------------------------------------
 
 
 def test_recorded_conversations_reach_the_reusable_hit_rate():

@@ -63,9 +63,6 @@ def test_compressed_trace_is_decompressed(write, tmp_path):
         load_trace(tmp_path / "none.csv")
 
 
-# ---- formats -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_format_is_detected_and_byte_order_mark_and_empty_lines_are_ignored(write, name):
     loaded = load_trace(write(EXAMPLES[name]))
@@ -112,11 +109,8 @@ def test_conversation_turns_share_their_prefix(write):
     assert lengths(loaded) == [(10, 2), (13, 2), (1, 1)]
     assert token_ids(second.prompt)[:12] == conversation
     assert token_ids(other.prompt)[0] != conversation[0]
-
-
-@pytest.mark.parametrize(("text", "tokens"), [("", 0), ("abcd", 1), ("abcde", 2), ("éé", 1)])
-def test_text_lengths_are_estimated_from_bytes(text, tokens):
-    assert estimated_tokens(text) == tokens
+    texts = ("", "abcd", "abcde", "éé")  # lengths are estimated from bytes
+    assert [estimated_tokens(text) for text in texts] == [0, 1, 2, 1]
 
 
 def test_tokens_depend_only_on_content_and_offset():
@@ -129,21 +123,14 @@ def test_tokens_depend_only_on_content_and_offset():
     assert len(np.unique(ids)) > 0.999 * ids.size
 
 
-# ---- options -----------------------------------------------------------------------------------
-
-
-def test_requests_option_selects_the_earliest_requests(write):
+def test_earliest_requests_are_selected_and_arrivals_scaled(write):
     header, *lines = AZURE.splitlines()
     shuffled = "\n".join([header, *reversed(lines)])
 
     loaded = load_trace(write(shuffled), TraceOptions(requests=2))
 
     assert lengths(loaded) == [(374, 44), (396, 109)]
-
-
-def test_time_scale_scales_arrivals(write):
     half = load_trace(write(AZURE), TraceOptions(time_scale=0.5))
-
     assert arrivals(half) == pytest.approx([t / 2 for t in arrivals(load_trace(write(AZURE)))])
 
 
@@ -166,7 +153,7 @@ def test_requests_over_max_tokens_are_dropped_and_counted(write):
         load_trace(write(AZURE), TraceOptions(max_tokens=10))
 
 
-def test_request_rate_draws_reproducible_arrivals(write):
+def test_request_rate_and_shares_of_tenants_are_drawn(write):
     rows = "num_prefill_tokens,num_decode_tokens\n" + "5,5\n" * 4000
     options = TraceOptions(request_rate=8.0, seed=3)
 
@@ -174,6 +161,9 @@ def test_request_rate_draws_reproducible_arrivals(write):
 
     assert first == second == sorted(first)
     assert 4000 / first[-1] == pytest.approx(8.0, rel=0.1)
+    shares = TraceOptions(tenants="share:big=0.95,small=0.05", seed=1)
+    small = sum(r.tenant == "small" for r in load_trace(write(rows), shares).requests)
+    assert small == pytest.approx(200, abs=60)
 
 
 def test_copies_have_other_contents_and_shifted_times(write):
@@ -204,18 +194,6 @@ def test_tenants_of_a_column_or_in_turn(write):
     assert [r.tenant for r in in_turn.requests] == ["a", "b", "a"]
     with pytest.raises(TraceError, match="user missing"):
         load_trace(write(AZURE), TraceOptions(tenants="column:user"))
-
-
-def test_tenants_by_share(write):
-    rows = "num_prefill_tokens,num_decode_tokens\n" + "5,5\n" * 2000
-
-    loaded = load_trace(write(rows), TraceOptions(tenants="share:big=0.95,small=0.05", seed=1))
-
-    small = sum(r.tenant == "small" for r in loaded.requests)
-    assert small == pytest.approx(100, abs=40)
-
-
-# ---- errors ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -286,9 +264,6 @@ def test_invalid_trace_options_are_refused(option, values):
 def test_invalid_tenants_are_refused(write, text):
     with pytest.raises(ConfigError, match="tenant"):
         load_trace(write(AZURE), TraceOptions(tenants=text))
-
-
-# ---- reusable prefixes -------------------------------------------------------------------------
 
 
 def test_only_a_known_prefix_is_reusable():

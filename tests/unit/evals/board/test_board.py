@@ -54,7 +54,7 @@ def again(result):
     return BoardResult.stored({"arms": result.arms(), "config": result.options()})
 
 
-def test_grid_has_full_kv_first_and_all_combinations():
+def test_grid_has_full_kv_first_and_all_combinations_of_known_names():
     entries = Grid().entries()
 
     assert str(entries[0]) == "--kv-codec none --evict full"
@@ -63,19 +63,13 @@ def test_grid_has_full_kv_first_and_all_combinations():
     assert KVCRUSH.evict == "kvcrush:base=(h2o),cap=25%,when=decode"
     applied = BoardEntry("sinks", "25%", "decode", "int8").applied(KVConfig(memory="8MiB"))
     assert (applied.codec, applied.memory) == ("int8", 8 << 20)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"tasks": ()}, "at least one task"),
-        ({"seeds": (1, 1)}, "--seeds with different numbers"),
-        ({"count": 0}, "--num-prompts of 1 or more"),
-    ],
-)
-def test_options_out_of_range_are_refused(options, expected):
-    with pytest.raises(ConfigError, match=expected):
-        BoardConfig(**{"entries": GRID.entries(), "tasks": (task_of("lines"),)} | options)
+    check_names(Grid(rules=(*Grid().rules, "full")).entries())
+    wrong = {"at least one task": {"tasks": ()}, "--num-prompts of 1 or more": {"count": 0}}
+    for expected, options in (
+        wrong | {"--seeds with different numbers": {"seeds": (1, 1)}}
+    ).items():
+        with pytest.raises(ConfigError, match=expected):
+            BoardConfig(**{"entries": entries, "tasks": (task_of("lines"),)} | options)
 
 
 def test_quality_is_over_the_tasks_that_full_kv_answers():
@@ -107,10 +101,6 @@ def test_a_task_whose_sanity_check_failed_does_not_count():
     other = replace(failed, cases=({**case, "task": "kv"},))
     assert judged_tasks(replace(found, sanity=other)) == ["lines"]
     assert "**This model may not judge a rule**: lines at 256 tokens." in text
-
-
-def test_bytes_are_over_full_kv_and_the_best_are_unbeaten():
-    rows = rows_by_entry(board())
 
     assert rows[SINKS].kv_share == 0.4
     assert rows[SINKS].tokens_per_s == 8 * 100 / 4.0
@@ -192,10 +182,6 @@ def test_values_of_a_grid_are_refused_before_anything_runs(values, message):
         check_names(Grid(**values).entries())
 
 
-def test_names_of_the_default_grid_are_known():
-    check_names(Grid(rules=(*Grid().rules, "full")).entries())
-
-
 ONE_GRID = """
 [[grid]]
 rules = ["snapkv", "keydiff"]
@@ -258,13 +244,10 @@ def test_quality_of_text_is_the_mean_probability_of_a_token_over_full_kvs():
         FULL: [cell("perplexity", [full, full], 1000, metric="nll")],
         SINKS: [cell("perplexity", [worse, full], 400, metric="nll")],
     }
-    rows = rows_of(board_of("perplexity", cells))
+    means = {e: row.quality.mean for e, row in rows_by_entry(board_of("perplexity", cells)).items()}
+    assert means == pytest.approx({FULL: 1.0, SINKS: 0.75})
 
-    assert {row.entry: row.quality.mean for row in rows} == pytest.approx({FULL: 1.0, SINKS: 0.75})
-
-
-def test_the_interval_of_small_probabilities_has_the_mean_inside():
-    """Equal probabilities of 0.02: the ratio is 1 in each of the resampled sets of prompts."""
+    # equal probabilities of 0.02: the ratio is 1 in each of the resampled sets of prompts
     small = cell("perplexity", [-math.log(0.02)] * 9 + [-math.log(0.021)], 400, metric="nll")
     cells = {FULL: [small], SINKS: [replace(small, arm="other")]}
     found = rows_by_entry(board_of("perplexity", cells))[SINKS].quality

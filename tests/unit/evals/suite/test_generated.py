@@ -31,6 +31,8 @@ def test_samples_fit_the_length_and_are_deterministic(name):
     assert found == task_of(name).samples(options())
     assert found != task_of(name).samples(options(seed=2))
     assert len({sample.prompt for sample in found}) == 5
+    if name in ("lines", "niah", "passkey", "variables", "copy"):
+        assert [sample.depth for sample in found] == [*DEPTHS]
     for sample in found:
         assert rough_measure(sample.prompt) <= 700
         assert sample.max_tokens >= rough_measure(sample.references[0])
@@ -76,19 +78,17 @@ def test_a_rule_that_evicts_nearly_all_tokens_loses_every_task(name, scores_of):
 
 
 def test_only_an_eviction_before_the_question_can_lose_an_answer_of_one_token(scores_of):
+    """A question after a context that fits the cap gets the outputs of full KV."""
     rule = "random:cap=12.5%,when=prefill_end"
-
     assert scores_of("majority", rule, before=False)[0] == 5
     assert scores_of("majority", rule)[0] <= 2
 
-
-def test_a_question_after_a_context_that_fits_the_cap_gets_the_outputs_of_full_kv(scores_of):
-    _, full = scores_of("retold", "full")
-    _, after = scores_of("retold", "snapkv:window=16,cap=100%,when=prefill_end")
-
-    for one, other in zip(full, after, strict=True):
-        assert (one.output, one.prompt_tokens) == (other.output, other.prompt_tokens)
-        assert one.output_tokens == other.output_tokens
+    fits = "snapkv:window=16,cap=100%,when=prefill_end"
+    full, after = (
+        [(one.output, one.prompt_tokens, one.output_tokens) for one in scores_of("retold", rule)[1]]
+        for rule in ("full", fits)
+    )
+    assert full == after
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -103,11 +103,6 @@ def test_the_answer_scores_1_and_another_text_0(name):
         assert task.score(sample, sample.references[2]) == {"found": 0.25}
 
 
-@pytest.mark.parametrize("name", ["lines", "niah", "passkey", "variables", "copy"])
-def test_records_are_at_the_five_depths(name):
-    assert [sample.depth for sample in task_of(name).samples(options())] == [*DEPTHS]
-
-
 @pytest.mark.parametrize("name", NEW)
 def test_answers_follow_from_the_prompt(name):
     task = make(name, 3, 700)
@@ -120,12 +115,17 @@ def test_answers_follow_from_the_prompt(name):
             make(name, 1, 40)
 
 
-def test_needles_of_one_key_have_its_values():
+def test_needles_of_one_key_have_its_values_and_common_words_are_the_most_frequent():
     task = make("niah_multivalue", 1, 600)
-
     lines = [line for line in task.context.splitlines() if line.startswith("One of the special")]
     assert [line.rpartition(" ")[2].rstrip(".") for line in lines] == [*task.queries[0].answers]
     assert len({line.partition(" is: ")[0] for line in lines}) == 1
+
+    task = make("cwe", 1, 900)
+    common = task.queries[0].answers
+    listed = task.context.partition("most often.\n")[2].split()[1::2]
+    least = min(listed.count(word) for word in common)
+    assert all(listed.count(word) < least for word in set(listed) - set(common))
 
 
 def test_tracked_variables_have_the_first_value():
@@ -142,15 +142,6 @@ def test_tracked_variables_have_the_first_value():
     assert len(values) == 8
 
 
-def test_common_words_are_the_max_frequent():
-    task = make("cwe", 1, 900)
-    common = task.queries[0].answers
-
-    listed = task.context.partition("most often.\n")[2].split()[1::2]
-    least = min(listed.count(word) for word in common)
-    assert all(listed.count(word) < least for word in set(listed) - set(common))
-
-
 def test_perplexity_windows_are_continuous_text():
     task = task_of("perplexity")
     samples = task.samples(options(tokens=100))
@@ -161,6 +152,11 @@ def test_perplexity_windows_are_continuous_text():
         assert 80 <= length <= 101
         assert 0.6 < rough_measure(sample.prompt) / length < 0.8
         assert sample.continuation.startswith(" ")
+    for seeds in ((1, 2, 3), (-1, 12345, 20261130)):  # other text within the book
+        found = [task.samples(options(tokens=100, seed=seed)) for seed in seeds]
+        windows = {(sample.prompt, sample.continuation) for one in found for sample in one}
+        assert len(windows) == 15
+        assert all(rough_measure(text) >= 5 for _, text in windows)
 
 
 def test_perplexity_of_a_file_reads_it(tmp_path):
@@ -211,17 +207,6 @@ def test_a_rule_that_evicts_nearly_all_tokens_changes_a_texts_probabilities(llm,
             same = one.scores[metric] == pytest.approx(other.scores[metric], abs=tolerance)
             assert same == better
             assert one.output_ids == other.output_ids  # the tokens, not their text encoded again
-
-
-@pytest.mark.parametrize("seeds", [(1, 2, 3), (-1, 12345, 20261130)])
-def test_windows_of_other_seeds_are_other_text_within_the_book(seeds):
-    windows = [
-        {(sample.prompt, sample.continuation) for sample in task_of("perplexity").samples(own)}
-        for own in (options(tokens=100, seed=seed) for seed in seeds)
-    ]
-
-    assert len(set().union(*windows)) == 15
-    assert all(rough_measure(text) >= 5 for _, text in set().union(*windows))
 
 
 def test_an_empty_output_of_full_kv_does_not_count(llm):

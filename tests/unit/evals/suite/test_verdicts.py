@@ -55,7 +55,11 @@ def test_a_verdict_needs_six_prompts(count, verdict):
     assert full.means()["accuracy"].low < 1 == full.means()["accuracy"].high
 
 
-def test_lower_perplexity_is_better():
+def test_lower_perplexity_is_better_and_the_exponential_of_the_mean():
+    means = cell([1.0, 3.0], "nll").means()
+    assert list(means) == ["perplexity", "nll"]
+    assert means["perplexity"].mean == pytest.approx(7.389056)
+    assert means["perplexity"].low < means["perplexity"].mean < means["perplexity"].high
     found = compare(task_of("perplexity"), cell([2.0] * 9, "nll"), cell([1.0] * 9, "nll"), GOOD)
 
     assert (found.verdict, found.difference.mean) == ("better", -1.0)
@@ -106,14 +110,6 @@ def test_cell_has_scores_by_depth_bytes_and_rates():
     assert summary["scores"]["accuracy"]["mean"] == 0.5
 
 
-def test_perplexity_is_the_exponential_of_the_mean():
-    means = cell([1.0, 3.0], "nll").means()
-
-    assert list(means) == ["perplexity", "nll"]
-    assert means["perplexity"].mean == pytest.approx(7.389056)
-    assert means["perplexity"].low < means["perplexity"].mean < means["perplexity"].high
-
-
 def test_stored_cell_is_read_again_for_equal_options_only(tmp_path):
     stored, found = CellFolder(tmp_path), cell([1.0, 0.0])
     assert stored.cell("a", "x") is None
@@ -152,6 +148,8 @@ def test_sanity_check_evicts_to_a_quarter_and_states_failures():
     assert found.status == FAILED
     assert "lines at 256 tokens: 0% with full KV" in found.reason
     assert json.dumps(found.as_dict())
+    short = sanity.check(knows_everything, **SIZES | {"context_tokens": 30})
+    assert (short.status, "--tokens" in short.reason) == (FAILED, True)
 
 
 @pytest.mark.parametrize(
@@ -166,16 +164,6 @@ def test_sanity_check_runs_the_cases_of_the_evaluated_tasks_only(tasks, status, 
     assert not any(task in found.reason for task in set(CASES) - set(ran))
     assert found.passed == (not ran)
     assert compare(task_of("retold"), cell([1.0] * 10), cell([0.0] * 10), found).verdict == "worse"
-
-
-def test_sanity_check_that_cannot_run_fails():
-    def answer(prompts, evict, max_tokens):
-        raise AssertionError("no prompt fits")
-
-    found = sanity.check(answer, **SIZES | {"context_tokens": 30})
-
-    assert found.status == FAILED
-    assert "--tokens" in found.reason
 
 
 def reads_visible(visible):
