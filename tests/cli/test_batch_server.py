@@ -109,10 +109,9 @@ def test_an_invalid_request_gets_an_error_record_without_a_repetition(files):
 
 
 def test_no_more_requests_are_open_than_the_limit(files):
-    server = Server()
+    server, lines = Server(), [LINES[3] | {"id": str(i)} for i in range(12)]
     with answering(server) as url:
-        batch(files(*[LINES[3] | {"id": str(i)} for i in range(12)]), url, "--max-concurrency", "3")
-
+        batch(files(*lines), url, "--max-concurrency", "3")
     assert server.max_open == 3
 
 
@@ -132,12 +131,8 @@ def test_a_batch_resumes_after_the_server_was_unreachable(files):
 
     assert len(server.bodies) == 2  # the second run sent nothing
     assert records.keys() == {1, 2}
-
-
-def test_a_refused_key_ends_the_batch(files):
-    with answering(Server((401, {}, {"error": {"message": "no"}}))) as url:
-        result, records = batch(files(LINES[0]), url, code=2)
-
+    with answering(Server((401, {}, {"error": {"message": "no"}}))) as url:  # a refused key
+        result, records = batch(pair, url, "--overwrite", code=2)
     assert "set --api-key" in result.stderr
     assert not records
 

@@ -43,21 +43,16 @@ def test_invalid_config_is_refused(quire, tiny: Path, changes: dict, message: st
     _assert_one_error_line(quire("generate", tiny, "-p", "x"), message)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"do_sample": True, "temperature": "hot"}, "'temperature' is 'hot', expected a number"),
+def test_invalid_generation_config_is_refused_and_another_eos_token_id_ignored(quire, tiny):
+    temperature = {"do_sample": True, "temperature": "hot"}
+    for values, message in (
+        (temperature, "'temperature' is 'hot', expected a number"),
         ({"eos_token_id": ["a"]}, "'eos_token_id' is ['a'], expected a token id"),
         ({"max_new_tokens": "x"}, "'max_new_tokens' is 'x', expected an integer from 1"),
-    ],
-)
-def test_invalid_generation_config_is_refused(quire, tiny: Path, values: dict, message: str):
-    (tiny / "generation_config.json").write_text(json.dumps(values))
-
-    _assert_one_error_line(quire("generate", tiny, "-p", "x"), f"generation_config.json: {message}")
-
-
-def test_eos_token_id_outside_the_vocabulary_is_ignored(quire, tiny: Path):
+    ):
+        (tiny / "generation_config.json").write_text(json.dumps(values))
+        result = quire("generate", tiny, "-p", "x")
+        _assert_one_error_line(result, f"generation_config.json: {message}")
     (tiny / "generation_config.json").write_text(json.dumps({"eos_token_id": 10**9}))
     result = quire("generate", tiny, "-p", "x", "--max-tokens", "4", "--min-tokens", "2")
 

@@ -9,6 +9,7 @@ from quire.cli.main import app
 from quire.evals.suite import runner, sanity
 from quire.evals.suite.registry import TASKS
 from quire.evals.suite.sanity import FAILED, PASSED, Sanity
+from support.command_line import write_lines
 from support.texts import lines_prompts
 
 SMALL = ("--kv-memory", "8MiB", "--num-prompts", "10", "--tokens", "128", "--json")
@@ -148,15 +149,9 @@ def test_invalid_options_are_refused(arguments, message, judge):
     assert message in refused(*arguments, "--kv-memory", "8MiB")
 
 
-def prompts_file(folder):
-    path = folder / "prompts.jsonl"
-    text = "".join(json.dumps(prompt) + "\n" for prompt in lines_prompts(4))
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
 def test_fidelity_of_full_kv_is_exact_and_of_a_rule_lower(tmp_path):
-    options = ("--data", prompts_file(tmp_path), "--kv-memory", "4MiB", "--max-tokens", 8, "--json")
+    path = write_lines(tmp_path / "prompts.jsonl", lines_prompts(4))
+    options = ("--data", path, "--kv-memory", "4MiB", "--max-tokens", 8, "--json")
 
     full = result("fidelity", *options)["claims"]
     rule = result("fidelity", *options, *RULE, "--out", tmp_path / "out")
@@ -168,11 +163,6 @@ def test_fidelity_of_full_kv_is_exact_and_of_a_rule_lower(tmp_path):
     assert rule["claims"]["kv_peak_bytes"] <= rule["claims"]["full_kv_peak_bytes"]
     stored = (tmp_path / "out" / "result.json").read_text(encoding="utf-8")
     assert json.loads(stored) == rule
-
-
-def test_fidelity_refuses_long_prompts_and_divided_models(tmp_path):
-    path = prompts_file(tmp_path)
-
     assert "context holds" in refused("fidelity", "--data", path, "--max-tokens", 4090)
     assert "one process" in refused("fidelity", "--data", path, "-tp", 2)
 

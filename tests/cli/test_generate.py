@@ -75,27 +75,25 @@ def test_rule_of_a_policy_file_is_known_to_the_command(quire, tmp_path, monkeypa
     Path("options.toml").write_text("[kv]\npolicy_file = 'my_rule.py'\nevict = 'of_file:cap=3'\n")
     runs = (["--policy-file", "my_rule.py", "--evict", "of_file:cap=3"], ["--config=options.toml"])
     plan = ["plan", "quire-tiny", "--maximize-batch", "512,128", "--evict", "of_file:cap=128"]
+
+    def in_a_process(*arguments):
+        with temporary_registrations():
+            result = quire(*arguments)
+        assert result.exit_code == 0, result.stderr
+        return result
+
     for options in runs:
-        with temporary_registrations():
-            result = quire("generate", "--prompt", PROMPT, *QUICK, *options)
-            assert result.exit_code == 0, result.stderr
-            assert "tokens evicted" in result.stderr
-            assert "0 tokens evicted" not in result.stderr
-    shown = ""
-    for command in (["policies", "of_file"], plan):
-        with temporary_registrations():
-            known = quire(*command, "--policy-file", "my_rule.py")
-            assert known.exit_code == 0, known.stderr
-            shown = shown or known.stdout
-    example = " ".join(shown.split()).partition("example quire ")[2].split()
-    with temporary_registrations():
-        as_printed = quire(*example, *QUICK)
+        printed = in_a_process("generate", "--prompt", PROMPT, *QUICK, *options).stderr
+        assert "tokens evicted" in printed.replace("0 tokens evicted", "")
+    of_file = ("--policy-file", "my_rule.py")
+    shown = in_a_process("policies", "of_file", *of_file).stdout
+    in_a_process(*plan, *of_file)
+    in_a_process(*" ".join(shown.split()).partition("example quire ")[2].split(), *QUICK)
     missing = quire("generate", "--prompt", PROMPT, *QUICK, "--policy-file", "no.py")
     unknown = quire("generate", "--prompt", PROMPT, *QUICK, "--evict", "of_file:cap=3")
 
     assert "expected --policy-file as a Python file, got" in missing.stderr
     assert (missing.exit_code, unknown.exit_code) == (2, 2)
-    assert as_printed.exit_code == 0, as_printed.stderr
     assert "--policy-file" in unknown.stderr
 
 
@@ -289,14 +287,6 @@ def test_serve_reads_the_key_of_the_default_tenant(quire, served, monkeypatch, a
         keys.tenant_of(None)
 
 
-def test_serve_refuses_a_port_in_use_before_the_model_is_loaded(quire, monkeypatch):
-    monkeypatch.setattr("quire.cli.settings.Settings.open_llm", lambda _: pytest.fail("loaded"))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        result = quire("serve", "--port", listener.getsockname()[1])
-
-    assert_refused(result, "cannot listen on 127.0.0.1 port")
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -339,10 +329,15 @@ def test_serve_refuses_invalid_options_before_the_model_is_loaded(
     assert message in " ".join(result.stderr.split())
 
 
-def test_values_of_the_environment_are_checked_before_the_model_is_loaded(quire, monkeypatch):
+def test_the_environment_is_checked_before_the_model_is_loaded(quire, monkeypatch):
+    monkeypatch.setattr("quire.cli.settings.Settings.open_llm", lambda _: pytest.fail("loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # a port in use
+        result = quire("serve", "--port", listener.getsockname()[1])
+    assert_refused(result, "cannot listen on 127.0.0.1 port")
     monkeypatch.setenv("QUIRE_METRICS_KEY", "short")
     result = quire("serve", "./no-such-model")
     assert "QUIRE_METRICS_KEY: expected at least 8" in " ".join(result.stderr.split())
+    monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "scipy", None)
     result = quire("generate", "no-such-model", PROMPT, "--evict", "kmeans:cap=64")
     assert_refused(result, "pip install 'quire-llm[kmeans]'")

@@ -72,7 +72,6 @@ def test_options_are_created_in_one_place():
     """No command calls `typer.Option`; `option_parameter` makes all options from fields."""
     sources = (ROOT / "src/quire").rglob("*.py")
     found = [path.name for path in sources if "typer.Option(" in path.read_text(encoding="utf-8")]
-
     assert found == ["options.py"]
 
 

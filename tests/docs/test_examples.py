@@ -36,9 +36,7 @@ def test_own_model(run) -> None:
 
 @pytest.mark.slow
 def test_serve_openai(run) -> None:
-    printed = run("serve_openai.py")
-
-    assert "' three'" in printed
+    assert "' three'" in run("serve_openai.py")
 
 
 def test_policy_in_one_file(run) -> None:

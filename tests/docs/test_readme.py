@@ -20,9 +20,7 @@ FEATURES = (ROOT / "docs/features.md").read_text(encoding="utf-8")
 
 def test_readme_shows_the_output_of_its_eight_lines(capsys: pytest.CaptureFixture[str]) -> None:
     [snippet] = snippets(ROOT / "README.md")
-
     exec(snippet.code, {"__name__": "readme"})
-
     assert capsys.readouterr().out == snippet.output
     assert len([line for line in snippet.code.splitlines() if line]) == 8
 
@@ -58,9 +56,7 @@ def blocks(language: str) -> list[str]:
 
 def test_block_with_quire_cache_runs(capsys: pytest.CaptureFixture[str]) -> None:
     [code] = [block for block in blocks("python") if "QuireCache" in block]
-
     exec(code, {})
-
     assert "bytes of KV" in capsys.readouterr().out
 
 

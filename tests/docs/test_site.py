@@ -7,6 +7,7 @@ import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
+import quire
 from support.snippets import ROOT
 
 
@@ -19,19 +20,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_public_names_have_a_reference(site: Path) -> None:
-    import quire
-
+def test_public_names_have_a_reference_and_pages_can_be_searched(site: Path) -> None:
     page = (site / "reference" / "api.html").read_text(encoding="utf-8")
 
     for name in set(quire.__all__) - {"__version__"}:
         assert re.search(rf'id="quire\.[a-z_.]*\.{name}"', page), name
-
-
-@pytest.mark.slow
-def test_pages_can_be_searched(site: Path) -> None:
     index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
-
     assert "guides/" in index or "serving.html" in index
 
 

@@ -68,10 +68,9 @@ def test_seed_of_a_line_follows_its_content_and_equal_lines_differ(path: Path):
 
     assert len(set(moved.values())) == 4
     assert first == {1: moved[2], 2: moved[3], 3: moved[4]}
-
-
-def test_restarted_run_keeps_its_first_seed(path: Path):
-    fill(path, 1)
+    path.unlink()
+    Path(f"{path}.state").unlink()
+    fill(path, 1)  # a restarted run keeps its first seed
     with start(path, replace(STATE, config={"model": "m", "stop": ["a"]}, seed=77)) as output:
         assert output.seed == 5
 
@@ -198,9 +197,6 @@ def test_full_disk_raises_an_error_and_keeps_written_records(path: Path, monkeyp
     output = start(path)
     output.write([{"line": 2}])
 
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
     write_atomically(path.with_name("state"), "old")
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ConfigError, match="No space left"):
@@ -224,17 +220,12 @@ def test_records_are_flushed_when_the_run_ends_with_an_exception(path: Path):
 ERRORS = ({"line": 1, "error": None}, {"line": 2, "error": "x"}, {"line": 3, "error": {"code": 1}})
 
 
-def test_failed_lines_are_tracked_while_writing_and_after_restart(path: Path):
+def test_failed_lines_are_tracked_and_a_retry_drops_them_and_keeps_the_lock(path: Path):
     with start(path) as output:
         output.write(ERRORS)
         assert output.failed == {2, 3}
     with start(path) as output:
         assert (output.failed, output.completed) == ({2, 3}, {1, 2, 3})
-
-
-def test_retry_drops_failed_lines_and_keeps_the_lock(path: Path):
-    with start(path) as output:
-        output.write(ERRORS)
 
     with BatchOutput(path, path, STATE, overwrite=False, retry_failed=True) as output:
         assert (output.completed, output.failed) == ({1}, set())
@@ -246,14 +237,14 @@ def test_retry_drops_failed_lines_and_keeps_the_lock(path: Path):
     assert [record["line"] for record in read_records(path)] == [1, 2]
 
 
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_failed_retry_keeps_the_output_file(path: Path, monkeypatch):
     with start(path) as output:
         output.write(ERRORS)
     before = path.read_bytes()
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(ConfigError, match="No space left"):
         BatchOutput(path, path, STATE, overwrite=False, retry_failed=True)

@@ -260,9 +260,8 @@ def toml(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_settings_without_arguments_are_the_defaults_of_the_command():
+def test_settings_are_defaults_of_the_command_unless_a_file_overrides_them(toml: str):
     settings = settings_of(show)
-
     assert settings.model == "quire-tiny"
     assert settings.kv.memory is None
     assert settings.loading.verify
@@ -270,8 +269,6 @@ def test_settings_without_arguments_are_the_defaults_of_the_command():
     assert settings.sampling.stop == ()
     assert (settings.sampling.max_tokens, settings.loading.threads) == (40, 1)
 
-
-def test_config_file_overrides_defaults(toml: str):
     settings = settings_of(show, "--config", toml)
 
     assert settings.model == "from-file"

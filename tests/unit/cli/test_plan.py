@@ -490,10 +490,8 @@ def test_values_of_a_config_file_are_defaults_and_flags_take_precedence(folder, 
 
 def test_memory_bar_is_proportional(folder: Path):
     """64 cells for 2 MiB: KV 512 KiB, 1 B of activations; half (up to rounding) headroom."""
-    result = quire_plan(
-        str(folder), "--memory", "2MiB", "--headroom", "1MiB", "--kv-memory", "512KiB",
-        "--activation-peak", "1B", "--device", "cuda",
-    )  # fmt: skip
+    sizes = "--memory 2MiB --headroom 1MiB --kv-memory 512KiB --activation-peak 1B --device cuda"
+    result = quire_plan(str(folder), *sizes.split())
     bar = next(line for line in result.output.splitlines() if line.startswith("["))
 
     assert len(bar) == 66
@@ -672,11 +670,10 @@ def test_promoted_records_are_counted_for_rules_that_score_tokens(large: Path):
 def test_batch_of_full_kv_is_the_number_of_full_rows_in_the_pool(large: Path, rows, batches):
     """At a pool of b x 4,096 tokens ED and FKV have a batch of b, as in the paper."""
     run = last_line(quire_plan(*arguments_of(large, "--kv-memory", f"{rows * 48}MiB")))
-
     assert [run["claims"][f"{arm}_batch"] for arm in ARMS] == batches
 
 
-def test_without_measurements_rates_are_reported_as_missing(large: Path):
+def test_without_measurements_rates_are_missing_and_rules_are_not_wrapped(large, monkeypatch):
     result = quire_plan(*arguments_of(large))
     run = last_line(result)
 
@@ -684,6 +681,10 @@ def test_without_measurements_rates_are_reported_as_missing(large: Path):
     assert "prefill_and_decode_pays" not in run["claims"]
     assert "run `quire profile MODEL --evict full`" in run["arms"]["missing"][0]
     assert "unknown" in result.output
+    monkeypatch.setenv("COLUMNS", "80")
+    text = quire_plan(*arguments_of(large, "--evict", "tova")).output
+    assert "\nprefill and decode: --evict 'tova:cap=896,when=prefill_and_decode'\n" in text
+    assert "\ndecode, to 2 tokens: a bound on eviction in decode, not a rule for use\n" in text
 
 
 def test_throughput_is_predicted_from_stored_rates(large: Path, cache: Path):
@@ -695,19 +696,13 @@ def test_throughput_is_predicted_from_stored_rates(large: Path, cache: Path):
     run = last_line(quire_plan(*arguments_of(large)))
     decode_s = 511 * 0.01 + 2 * 5e-7 * sum(range(3_585, 4_096))
 
+    for alone in ("--evict tova:cap=9", "--cap 9", "--every 9", "--threads 1"):
+        assert "--maximize-batch" in quire_plan(str(large), *alone.split()).stderr
     claims = run["claims"]
     assert claims["full_tokens_per_s"] == pytest.approx(1_024 / (0.7168 + decode_s))
     assert claims["prefill_and_decode_tokens_per_s"] > claims["decode_extreme_tokens_per_s"]
     assert claims["prefill_and_decode_pays"] == 1
     assert run["arms"]["missing"] == []
-
-
-def test_eviction_rules_are_not_wrapped_in_a_narrow_terminal(large, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    text = quire_plan(*arguments_of(large, "--evict", "tova")).output
-
-    assert "\nprefill and decode: --evict 'tova:cap=896,when=prefill_and_decode'\n" in text
-    assert "\ndecode, to 2 tokens: a bound on eviction in decode, not a rule for use\n" in text
 
 
 def test_missing_rates_are_named_with_the_option_that_measures_them(large: Path, cache: Path):
@@ -754,14 +749,6 @@ def test_invalid_batch_is_refused(large: Path, more, message):
 
     assert result.exit_code == 2
     assert message in result.output
-
-
-@pytest.mark.parametrize("alone", ["--evict tova:cap=9", "--cap 9", "--every 9", "--threads 1"])
-def test_batch_options_without_maximize_batch_are_refused(large: Path, alone):
-    result = quire_plan(str(large), *alone.split())
-
-    assert result.exit_code == 2
-    assert "--maximize-batch" in result.output
 
 
 def test_memory_plan_does_not_load_torch(large: Path):

@@ -81,16 +81,6 @@ def test_engine_and_trace_options_apply_to_the_run(trace: Path):
     assert report["config"]["machine"]["name"] == "h100"
 
 
-def test_eviction_rule_bounds_kv_memory(trace: Path):
-    common = ("quire-tiny", "--trace", trace, "--no-enable-prefix-caching", "--json")
-
-    capped = last_json(simulate(*common, "--evict", "recent:cap=32,every=16"))
-    whole = last_json(simulate(*common))
-
-    assert capped["claims"]["finished"] == whole["claims"]["finished"] == 40
-    assert capped["claims"]["kv_peak_bytes"] < whole["claims"]["kv_peak_bytes"]
-
-
 def test_results_and_plots_are_written_to_the_output_folder(trace: Path, tmp_path: Path):
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     out = tmp_path / "new" / "folder"

@@ -126,7 +126,6 @@ def test_six_equal_differences_are_the_fewest_that_exclude_no_difference():
 def test_prompts_of_a_file_are_texts_ids_or_chats(tmp_path, model):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "<|doc|>Hello", "answer": "two  words"}\n\n{"prompt": [2, 5]}\n')
-
     first, second = read_prompts(path, model)
 
     assert first.token_ids[0] == 2
@@ -153,12 +152,10 @@ def test_chats_of_a_file_have_the_content_format_of_the_option(tmp_path, model, 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ('{"text": "a"}', "expected a prompt"),
-        ('{"prompt": [2, 999999]}', "token ids from 0 to"),
+        *((line, "expected a prompt") for line in ('{"text": "a"}', '{"messages": "a"}')),
+        *(('{"prompt": [2, 999999]}', "token ids from 0 to"), ("[]", "a JSON object")),
         ('{"prompt": []}', "at least one token"),
         ('{"prompt": "a", "answer": 5}', "an answer that is a text"),
-        ('{"messages": "a"}', "expected a prompt"),
-        ("[]", "a JSON object"),
     ],
 )
 def test_a_line_that_is_no_prompt_is_refused_by_number(tmp_path, model, line, expected):

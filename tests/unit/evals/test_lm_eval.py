@@ -1,8 +1,6 @@
 """The model class of lm-evaluation-harness gives the results of its Hugging Face class."""
 
 import importlib.util
-import subprocess
-import sys
 
 import pytest
 
@@ -58,18 +56,14 @@ def test_log_likelihood_sums_the_last_tokens(count, expected):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (["--tasks", "x"], ["run", "--model", "quire", "--tasks", "x"]),
-        (["run", "--tasks", "x"], ["run", "--model", "quire", "--tasks", "x"]),
-        (["run", "--model", "hf", "--tasks", "x"], ["run", "--model", "hf", "--tasks", "x"]),
-        (["--model=hf"], ["--model=hf"]),
-        (["ls", "tasks"], ["ls", "tasks"]),
-        (["run", "--config", "x.yaml"], ["run", "--config", "x.yaml"]),
-        (["--help"], ["--help"]),
-        ([], []),
+        ("--tasks x", "run --model quire --tasks x"),
+        ("run --tasks x", "run --model quire --tasks x"),
+        *((same, same) for same in ("run --model hf --tasks x", "--model=hf", "ls tasks")),
+        *((same, same) for same in ("run --config x.yaml", "--help", "")),
     ],
 )
 def test_command_uses_quire_unless_a_model_is_named(given, expected):
-    assert with_model(given) == expected
+    assert with_model(given.split()) == expected.split()
 
 
 @pytest.mark.skipif(HAS_HARNESS, reason="lm_eval is installed")
@@ -77,13 +71,6 @@ def test_missing_harness_is_explained():
     with pytest.raises(ConfigError, match=r"needs lm_eval.*quire-llm\[lm-eval\]"):
         _ = ours.QuireLM
     assert not hasattr(ours, "other")
-
-
-@pytest.mark.slow
-def test_evaluations_import_no_harness():
-    code = "import sys, quire.cli.evaluate, quire.evals.suite.runner, quire.evals.lm_eval;"
-    code += "assert 'lm_eval' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,10 @@
-"""A run resumes exactly, and its output is a Llama that Transformers loads."""
+"""Training: a run resumes exactly, its output is a Llama, and the components of its recipe."""
 
 import json
+import lzma
+import random
+from importlib.resources import files
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,16 +13,22 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from quire.errors import ConfigError
 from quire.evals.tasks.words import haystack
-from training.config import Recipe
-from training.data import BatchMaker
+from training.books import load_books, split_documents, to_ascii
+from training.config import ModelConfig, Recipe
+from training.data import KINDS, BatchMaker
 from training.export import load_pretrained, save_pretrained, to_llama_state
 from training.model import Decoder, make_rope
-from training.schedule import parse_mixture
+from training.muon import Muon, orthogonalise
+from training.primer import primer_piece
+from training.schedule import Primer, Stage, lr_factor, parse_mixture, parse_plan
 from training.structured_init import structured_init
+from training.tokenizer import train_tokenizer
 from training.train import Run, parse
 from training.trainer import Trainer
-from unit.training.shapes import QUIRE_TINY, SMALL
 
+QUIRE_TINY = Path(str(files("quire") / "assets")) / "quire-tiny"
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16}
+SMALL = ModelConfig(num_attention_heads=4, num_key_value_heads=2, **SIZES)
 RECIPE = Recipe(plan="48:3:192,64:3:128", warmup_steps=2, seed=4)
 
 
@@ -53,15 +63,6 @@ def test_resumed_run_equals_uninterrupted_run_bit_for_bit(tmp_path):
     assert second.accuracy == whole.accuracy
     for name, value in weights(whole).items():
         assert torch.equal(value, weights(second)[name]), name
-
-
-def test_training_lowers_the_loss_of_repeated_batches():
-    trainer = make_trainer(Recipe(plan="48:12:192", warmup_steps=1, decay=0.1, mixture="text=1"))
-    batch = trainer.maker.batch(0, trainer.plan.stages[0], 0.0)
-    trainer.maker.batch = lambda *_: batch
-    losses = [trainer.advance() for _ in range(12)]
-
-    assert losses[-1] < losses[0] - 0.5
 
 
 def test_micro_batches_have_the_gradients_of_the_whole_batch():
@@ -162,3 +163,152 @@ def test_run_continues_from_the_shipped_weights(tmp_path):
     shipped = load_pretrained(QUIRE_TINY).state_dict()
     assert all(torch.equal(before[name], shipped[name]) for name in before)
     assert 0 < (after["embed.weight"] - before["embed.weight"]).abs().max() < 0.01
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_file(str(QUIRE_TINY / "tokenizer.json"))
+
+
+@pytest.fixture
+def maker(tokenizer):
+    return BatchMaker(tokenizer, haystack().text, parse_mixture(Recipe().mixture), seed=3)
+
+
+def attention_of_the_first_layer(*, structured: bool) -> torch.Tensor:
+    """[head, query, key] of a new model."""
+    config = ModelConfig(num_hidden_layers=1)
+    torch.manual_seed(0)
+    model = Decoder(config)
+    if structured:
+        structured_init(model, seed=0)
+    ids = torch.randint(3, config.vocab_size, (1, 128), generator=torch.Generator().manual_seed(0))
+    rope = make_rope(config, 128, dtype=torch.float32, device=torch.device("cpu"))
+    with torch.no_grad():
+        query, key, _ = model.blocks[0].project(model.embed(ids), rope)
+        return ((query @ key.mT)[0] * config.head_dim**-0.5 + rope.mask).softmax(-1)
+
+
+def test_structured_init_attends_the_expected_distance_back():
+    mass = attention_of_the_first_layer(structured=True)
+
+    for head in range(len(mass)):
+        distance = head + 1
+        wanted = mass[head].diagonal(-distance)[16:].mean()
+        assert wanted >= 0.5, f"head {head} gives {wanted:.2f} to the token {distance} back"
+    mass = attention_of_the_first_layer(structured=False)
+    assert mass.diagonal(-1, 1, 2)[:, 16:].mean() < 0.1
+
+
+@pytest.mark.parametrize("shape", [(3, 48, 48), (2, 96, 32), (2, 32, 96)])
+def test_orthogonalise_sets_singular_values_to_about_one(shape):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+    ours = orthogonalise(matrices)
+    turned = left.mT @ ours @ right.mT
+    values = turned.diagonal(dim1=1, dim2=2)
+    off_diagonal = turned - torch.diag_embed(values)
+
+    assert values.min() > 0.4
+    assert values.max() < 1.3
+    assert off_diagonal.abs().max() < 0.1
+    torch.testing.assert_close(orthogonalise(1000 * matrices), ours, rtol=0.05, atol=0.02)
+
+
+def test_muon_updates_fused_parts_separately():
+    generator = torch.Generator().manual_seed(0)
+    fused = torch.zeros(24, 8, requires_grad=True)
+    fused.grad = torch.randn(24, 8, generator=generator)
+    fused.grad[:8] *= 100
+    Muon([fused], [[8, 16]], lr=0.1).step()
+    square = orthogonalise(fused.grad[None, :8])[0]
+    tall = orthogonalise(fused.grad[None, 8:])[0]
+
+    for made, wanted in ((fused[:8], -0.1 * square), (fused[8:], -0.1 * 2**0.5 * tall)):
+        assert (made - wanted).norm() < 0.15 * wanted.norm()
+
+
+def test_batch_depends_only_on_seed_and_step(maker):
+    stage = Stage(length=96, steps=9, batch_tokens=384)
+    maker.batch(0, stage, 0.5)
+    second = maker.batch(1, stage, 0.5)
+    second_call = maker.batch(1, stage, 0.5)
+
+    assert second.ids.shape == (4, 97)
+    assert torch.equal(second.ids, second_call.ids)
+    assert torch.equal(second.weights, second_call.weights)
+    assert not torch.equal(second.ids, maker.batch(2, stage, 0.5).ids)
+    fewer = maker.batch(1, Stage(length=96, steps=9, batch_tokens=192), 0.5)
+    assert torch.equal(fewer.ids, second.ids[:2])  # rows are independent of other rows
+
+
+def test_rows_start_a_document_and_have_all_kinds_of_the_mixture(maker, tokenizer):
+    batch = maker.batch(0, Stage(length=128, steps=1, batch_tokens=128 * 150), 0.2)
+
+    assert (batch.ids[:, 0] == tokenizer.token_to_id("<|doc|>")).all()
+    assert (batch.weights[:, 0] == 0).all()
+    assert {KINDS[index] for index in batch.kinds.unique().tolist()} == {*KINDS} - {"longeval"}
+
+
+def test_weighted_primer_tokens_are_repetitions():
+    seen_kinds = set()
+    for seed in range(40):
+        piece = primer_piece(random.Random(seed), 150, 2048)
+        seen_kinds.add(piece.kind)
+        before = [piece.ids[:end] for end in range(150)]
+
+        assert len(piece.ids) == len(piece.weights) == 150
+        assert min(piece.ids) >= 3
+        assert all(piece.ids[at] in before[at] for at in range(150) if piece.weights[at])
+    assert seen_kinds == {"repeat", "pairs"}
+
+
+def test_plan_returns_stages_in_order_and_then_the_last():
+    plan = parse_plan("64:2:128,128:3:256")
+
+    assert [plan.stage(step).length for step in range(7)] == [64, 64, 128, 128, 128, 128, 128]
+    assert plan.steps == 5
+    assert plan.stages[1].rows == 2
+    for text in ("64:2", "64:2:128,", "64:x:128", "0:2:128"):
+        with pytest.raises(ConfigError, match="length:steps:tokens"):
+            parse_plan(text)
+
+
+def test_learning_rate_rises_stays_and_falls_and_the_primer_decreases():
+    factors = [lr_factor(step, 100, warmup_steps=10, decay=0.4) for step in range(100)]
+
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[10:60] == [1.0] * 50
+    assert factors[80] == pytest.approx(0.5)
+    assert factors[99] == pytest.approx(0.025)
+    primer = Primer(first=0.7, last=0.1, steps=10)
+
+    assert [round(primer.share(step), 2) for step in (0, 5, 10, 99)] == [0.7, 0.4, 0.1, 0.1]
+
+
+def test_compressed_books_have_normalized_line_ends(tmp_path):
+    text = "<|doc|>\r\n".join(f"book {index}\r\n" + "word " * 500 for index in range(5))
+    packed, plain = tmp_path / "books.txt.xz", tmp_path / "books.txt"
+    packed.write_bytes(lzma.compress(text.encode()))
+    plain.write_bytes(text.encode())
+    books = load_books(packed)
+
+    assert books == load_books(plain)
+    assert (len(books.train), len(books.held_out)) == (2, 3)
+    assert books.train[0].startswith(("book 1\nword", "book 3\nword"))
+    assert not set(books.train) & set(books.held_out)
+    plain.write_text("word " * 40_000)  # text without marks is split
+    assert "".join(split_documents("word " * 40_000)) == "word " * 40_000
+    fancy = "\N{LEFT DOUBLE QUOTATION MARK}Caf\N{LATIN SMALL LETTER E WITH ACUTE}\N{EM DASH}"
+    assert to_ascii(fancy) == '"Cafe--'
+
+
+def test_tokenizer_has_single_digits_and_a_document_token(tmp_path):
+    train_tokenizer(tmp_path / "tokenizer.json", (haystack().text[:60_000],), 600)
+    made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ids = made.encode("<|doc|>magic numbers 48213").ids
+
+    assert made.get_vocab_size() == 600
+    assert ids[0] == 2
+    assert [made.decode([i]) for i in ids[-5:]] == [*"48213"]
+    assert made.decode(ids) == "magic numbers 48213"
