@@ -63,7 +63,11 @@ def last_line(*arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("line", "parts", "figures", "files"),
     [
-        ("kvcrush --base average", "overhead", "overhead_fraction kmeans_overhead_fraction", ""),
+        pytest.param(
+            *("kvcrush --base average", "overhead", "overhead_fraction kmeans_overhead_fraction"),
+            "",
+            marks=slow,
+        ),
         (
             "eviction --rules sinks:sinks=2;h2o",
             *("cost ready", "cost_h2o eviction_cost_share ready_layer_us", ""),

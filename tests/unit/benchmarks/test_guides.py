@@ -70,6 +70,7 @@ def test_pages_alternate_or_come_in_chunks_and_pairs_share_half_of_them():
     assert (owner != FREE).sum() == shared + 4 * 10
 
 
+@pytest.mark.slow
 def test_quick_run_of_the_page_map_prints_every_figure_and_no_claim(capsys):
     page_map.main(["--quick"])
 
