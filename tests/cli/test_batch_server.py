@@ -132,7 +132,7 @@ def test_a_batch_resumes_after_the_server_was_unreachable(files):
     assert len(server.bodies) == 2  # the second run sent nothing
     assert records.keys() == {1, 2}
     with answering(Server((401, {}, {"error": {"message": "no"}}))) as url:  # a refused key
-        result, records = batch(pair, url, "--overwrite", code=2)
+        result, records = batch(files(LINES[0]), url, "--overwrite", code=2)
     assert "set --api-key" in result.stderr
     assert not records
 

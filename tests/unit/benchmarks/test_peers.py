@@ -216,6 +216,9 @@ def test_result_is_the_last_json_object_of_the_output():
     assert failed == Failure("exit status -9: ValueError: too small")
 
 
+SHAPE = parse_shape("3x8+4")
+
+
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> PeersConfig:
     folder = tmp_path_factory.mktemp("peers")

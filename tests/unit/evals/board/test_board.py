@@ -80,6 +80,10 @@ def test_quality_is_over_the_tasks_that_full_kv_answers():
     assert rows[SINKS].quality.mean == 0.75
     assert rows[SINKS].quality.low < 0.75 < rows[SINKS].quality.high
     assert rows[SINKS].scores == {"lines": 0.75, "labels": 1.0}
+    assert rows[SINKS].kv_share == 0.4
+    assert rows[SINKS].tokens_per_s == 8 * 100 / 4.0
+    assert [entry for entry, row in rows.items() if row.is_unbeaten] == [KVCRUSH, SINKS]
+    assert [row.entry for row in best_rules([*rows.values()], 0.975)["25%"]] == [KVCRUSH]
 
 
 def test_a_task_whose_sanity_check_failed_does_not_count():
@@ -101,11 +105,6 @@ def test_a_task_whose_sanity_check_failed_does_not_count():
     other = replace(failed, cases=({**case, "task": "kv"},))
     assert judged_tasks(replace(found, sanity=other)) == ["lines"]
     assert "**This model may not judge a rule**: lines at 256 tokens." in text
-
-    assert rows[SINKS].kv_share == 0.4
-    assert rows[SINKS].tokens_per_s == 8 * 100 / 4.0
-    assert [entry for entry, row in rows.items() if row.is_unbeaten] == [KVCRUSH, SINKS]
-    assert [row.entry for row in best_rules([*rows.values()], 0.975)["25%"]] == [KVCRUSH]
 
 
 def test_page_has_every_row_and_says_whether_the_model_may_judge():
