@@ -140,18 +140,18 @@ def test_check_detects_a_page_released_too_often():
 MIB = 1024 * 1024
 
 
-@pytest.mark.parametrize(
-    ("total_bytes", "page_bytes", "slab_bytes"),
-    [
-        (1024 * MIB, [65_536, 3 * 1024], 1_966_080),  # a multiple of 196,608 below a huge page
-        (1 * MIB, [64, 192], 16_320),  # at most a 64th: 85 * 192, below 16,384
-        (100_000, [33_280], 33_280),  # a single size wastes no byte at slab borders
-        (64 * 1024, [64 * 31, 64 * 29], 4 * 64 * 31),  # no small multiple: four pages
-    ],
-)
-def test_slab_sizes(total_bytes, page_bytes, slab_bytes):
-    assert choose_slab_bytes(total_bytes, page_bytes) == slab_bytes
-    assert slab_bytes <= HUGE_PAGE_BYTES
+SLABS = [
+    (1024 * MIB, [65_536, 3 * 1024], 1_966_080),  # a multiple of 196,608 below a huge page
+    (1 * MIB, [64, 192], 16_320),  # at most a 64th: 85 * 192, below 16,384
+    (100_000, [33_280], 33_280),  # a single size wastes no byte at slab borders
+    (64 * 1024, [64 * 31, 64 * 29], 4 * 64 * 31),  # no small multiple: four pages
+]
+
+
+def test_slab_sizes():
+    for total_bytes, page_bytes, slab_bytes in SLABS:
+        assert choose_slab_bytes(total_bytes, page_bytes) == slab_bytes
+        assert slab_bytes <= HUGE_PAGE_BYTES
 
 
 @given(

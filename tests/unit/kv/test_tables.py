@@ -152,18 +152,18 @@ def test_tokens_have_their_row_and_their_offset_in_its_chunk():
     assert flat.row_index.tolist() == [7, 2, 5]
 
 
-@pytest.mark.parametrize(
-    ("rows", "tokens", "is_reused"),
-    [
-        ([7, 2], [1, 1], True),
-        ([2, 7], [1, 1], False),
-        ([7, 2], [1, 2], False),
-        ([7, 2, 3], [1, 1, 1], False),
-    ],
-)
-def test_batch_is_reused_for_equal_rows_and_tokens_only(rows, tokens, is_reused):
-    flat = batch([7, 2], [1, 1])
-    assert flat.is_for(np.array(rows), np.array(tokens, dtype=np.int32)) == is_reused
+BATCHES = [
+    ([7, 2], [1, 1], True),
+    ([2, 7], [1, 1], False),
+    ([7, 2], [1, 2], False),
+    ([7, 2, 3], [1, 1, 1], False),
+]
+
+
+def test_batch_is_reused_for_equal_rows_and_tokens_only():
+    for rows, tokens, is_reused in BATCHES:
+        flat = batch([7, 2], [1, 1])
+        assert flat.is_for(np.array(rows), np.array(tokens, dtype=np.int32)) == is_reused
 
 
 def test_truncation_into_a_dropped_page_continues_at_the_new_length():

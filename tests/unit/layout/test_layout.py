@@ -279,17 +279,17 @@ def page_of(codec="bfloat16", *, value="same", heads=8, tokens=16, head_dim=128,
     return PageClass(planes=tuple(planes), tokens=tokens, **options)
 
 
-@pytest.mark.parametrize(
-    ("page", "num_bytes"),
-    [
-        (page_of(), 2 * 16 * 8 * 128 * 2),  # 64 KiB
-        (page_of("int8"), 2 * 16 * 8 * (128 + 2)),
-        (page_of("float32", value=None, head_dim=2), 16 * 8 * 2 * 4),  # statistics
-        (page_of("int8", value=codec_spec("bfloat16")), 16_640 + 32_768),
-    ],
-)
-def test_bytes_of_a_page(page, num_bytes):
-    assert page.data_bytes == page.page_bytes == num_bytes
+PAGE_BYTES = [
+    (page_of(), 2 * 16 * 8 * 128 * 2),  # 64 KiB
+    (page_of("int8"), 2 * 16 * 8 * (128 + 2)),
+    (page_of("float32", value=None, head_dim=2), 16 * 8 * 2 * 4),  # statistics
+    (page_of("int8", value=codec_spec("bfloat16")), 16_640 + 32_768),
+]
+
+
+def test_bytes_of_a_page():
+    for page, num_bytes in PAGE_BYTES:
+        assert page.data_bytes == page.page_bytes == num_bytes
 
 
 def test_positions_add_four_bytes_per_slot_rounded_up_to_a_vector():

@@ -77,21 +77,21 @@ GPT_NEO |= {"vocab_size": 50_257, "max_position_embeddings": 2048, "window_size"
 GPT_NEO |= {"attention_types": [[["global", "local"], 6]]}
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (LLAMA_8B | {"model_type": "mistral", "sliding_window": 4096}, [4096] * 32),
-        (LLAMA_8B | {"model_type": "mistral", "sliding_window": None}, [None] * 32),
-        (LLAMA_8B | {"sliding_window": 4096}, [None] * 32),
-        (LLAMA_8B | QWEN2, [None] * 32),
-        (LLAMA_8B | QWEN2 | {"use_sliding_window": False}, [None] * 32),
-        (LLAMA_8B | QWEN2 | {"use_sliding_window": True}, [None] * 30 + [128] * 2),
-        (LLAMA_8B | MIXED | {"sliding_window": 8}, [8, None] * 16),
-        (GPT_NEO, [None, 256] * 6),
-    ],
-)
-def test_windows_of_layers(config, expected):
-    assert windows(config) == expected
+WINDOWS = [
+    (LLAMA_8B | {"model_type": "mistral", "sliding_window": 4096}, [4096] * 32),
+    (LLAMA_8B | {"model_type": "mistral", "sliding_window": None}, [None] * 32),
+    (LLAMA_8B | {"sliding_window": 4096}, [None] * 32),
+    (LLAMA_8B | QWEN2, [None] * 32),
+    (LLAMA_8B | QWEN2 | {"use_sliding_window": False}, [None] * 32),
+    (LLAMA_8B | QWEN2 | {"use_sliding_window": True}, [None] * 30 + [128] * 2),
+    (LLAMA_8B | MIXED | {"sliding_window": 8}, [8, None] * 16),
+    (GPT_NEO, [None, 256] * 6),
+]
+
+
+def test_windows_of_layers():
+    for config, expected in WINDOWS:
+        assert windows(config) == expected
 
 
 def test_gpt2_key_names():

@@ -159,28 +159,20 @@ def test_nested_rules_are_parsed_with_and_without_parentheses():
     assert nested == ValueNorm(base=ValueNorm(base=Recent(sinks=2)))
 
 
-@pytest.mark.parametrize(
-    ("make", "text", "message"),
-    [
-        (registry.make_policy, "h20", "unknown eviction policy 'h20': did you mean h2o"),
-        (
-            registry.make_policy,
-            "h20",
-            r"\? \(a rule of your own: --policy-file FILE, in Python pol",
-        ),
-        (
-            registry.make_policy,
-            "by_length",
-            r"(tova|h2o).*, value_norm.*\(a rule of your own: --pol",
-        ),
-        (registry.make_budget, "pyramide", r"did you mean pyramid\? \(a budget of your own: --pol"),
-        (registry.make_budget, "pyramide", "unknown eviction budget 'pyramide': did you mean"),
-        (registry.make_budget, "ada:flor=1", "unknown option of budget 'ada' 'flor': did you mean"),
-    ],
-)
-def test_unknown_name_suggests_the_nearest(make, text, message):
-    with pytest.raises(UnknownName, match=message):
-        make(text)
+UNKNOWN = [
+    (registry.make_policy, "h20", "unknown eviction policy 'h20': did you mean h2o"),
+    (registry.make_policy, "h20", r"\? \(a rule of your own: --policy-file FILE, in Python pol"),
+    (registry.make_policy, "by_length", r"(tova|h2o).*, value_norm.*\(a rule of your own: --pol"),
+    (registry.make_budget, "pyramide", r"did you mean pyramid\? \(a budget of your own: --pol"),
+    (registry.make_budget, "pyramide", "unknown eviction budget 'pyramide': did you mean"),
+    (registry.make_budget, "ada:flor=1", "unknown option of budget 'ada' 'flor': did you mean"),
+]
+
+
+def test_unknown_name_suggests_the_nearest():
+    for make, text, message in UNKNOWN:
+        with pytest.raises(UnknownName, match=message):
+            make(text)
 
 
 @pytest.mark.usefixtures("temporary_registrations")
