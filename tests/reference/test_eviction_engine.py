@@ -479,8 +479,32 @@ def test_a_rule_with_statistics_starts_at_a_block_that_stores_them():
         "again": 56,
         "other": 0,
         "third": 36,
-        "tova": 0,
+        "tova": 56,  # its statistics are the newest query
     }
+    assert cached.traces() == fresh.traces()
+    assert largest_difference(cached.logits, fresh.logits) <= 1e-4
+
+
+@pytest.mark.parametrize("when", ["prefill_end", "decode", "prefill_and_decode"])
+def test_a_rule_with_the_newest_queries_needs_no_statistics_of_blocks_before_them(when):
+    """Window 8, blocks of 4: a prompt of 44 or 45 tokens starts at 36, one of 42 at 32."""
+    same = [3 + i * i % 60 for i in range(37)]
+    rule = f"snapkv:cap=40,every=8,window=8,when={when}"
+    jobs = {
+        "first": ([*same, *[5] * 20], rule),
+        "again": ([*same, *[5] * 20, 9, 9], rule),
+        "other": ([*same, *[6] * 20], rule),
+        "short": ([*same, *[7] * 5], rule),
+        "next": ([*same, *[4] * 7], rule),  # its queries after 40 tokens are not stored: too few
+        "after": ([*same, *[4] * 7, 9], rule),
+    }
+    cached = one_by_one(jobs, kv={"enable_prefix_caching": True})
+    fresh = one_by_one(jobs)
+
+    early = {"again": 40, "other": 32, "short": 32, "next": 32, "after": 40}
+    later = {"again": 56, "other": 36, "short": 32, "next": 36, "after": 36}
+    found = {name: usage.cached_tokens for name, usage in cached.usages.items()}
+    assert found == {"first": 0} | (early if when == "prefill_and_decode" else later)
     assert cached.traces() == fresh.traces()
     assert largest_difference(cached.logits, fresh.logits) <= 1e-4
 

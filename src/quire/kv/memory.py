@@ -370,9 +370,21 @@ class KVMemory:
     def statistics_of(self, row: int) -> frozenset[str]:
         return frozenset(n for n, t in self.tables.items() if t.group.private and t.active[row])
 
-    def kept_with_prefix(self, names: Iterable[str]) -> frozenset[str]:
-        """Return those of these private groups whose records are kept with a cached prefix."""
-        return frozenset(name for name in names if self.tables[name].group.checkpointed)
+    def kept_with_prefix(self, names: Iterable[str], tokens_after: int = 0) -> frozenset[str]:
+        """Return those of these private groups whose records are kept with a cached prefix.
+
+        Args:
+            names: of private groups.
+            tokens_after: tokens that a sequence computes after the prefix before records are read.
+                It needs no records that only depend on the newest queries, if these are later ones.
+        """
+        groups = (self.tables[name].group for name in names)
+        return frozenset(
+            g.name
+            for g in groups
+            if g.checkpointed
+            and not (g.statistic and g.statistic.newest and g.statistic.newest <= tokens_after)
+        )
 
     def release(self, rows: Rows | Sequence[int]) -> None:
         rows = np.asarray(rows, dtype=np.int64)

@@ -244,6 +244,7 @@ class PrefixLease:
     publishes: bool = True  # whether the sequence may extend the chain
     known_tokens: int = 0  # of the longest chain found, also without the needed statistics
     pinned: frozenset[str] = frozenset()  # statistics after its last node that a row starts from
+    complete_from: int = 0  # tokens from which the statistics of a row without a snapshot are exact
 
     @property
     def tokens(self) -> int:
@@ -510,17 +511,37 @@ class PrefixIndex(MemoryListener):
         blocks: Iterable[Block],
         *,
         statistics: frozenset[str] = frozenset(),
+        read_at: int = 0,
     ) -> PrefixLease:
+        """Lease the longest published prefix after which a sequence can continue.
+
+        Args:
+            identity: of the request.
+            blocks: of its tokens.
+            statistics: names of the private groups that it uses.
+            read_at: tokens of the sequence when its statistics are read for the first time. After
+                a prefix so far before it that they only depend on later queries, a sequence
+                continues without a snapshot.
+        """
         nodes = self._nodes_after(None, blocks)
         known_tokens = nodes[-1].block.end if nodes else 0
-        statistics = self.memory.kept_with_prefix(statistics)
-        while statistics and nodes and statistics not in nodes[-1].statistics:
+        kept = self.memory.kept_with_prefix(statistics)
+
+        def continues(node: PrefixNode) -> bool:
+            needed = self.memory.kept_with_prefix(kept, read_at - node.block.end)
+            return not needed or kept in node.statistics
+
+        while kept and nodes and not continues(nodes[-1]):
             nodes.pop()
         self._use(nodes)
-        pinned = statistics if nodes else frozenset[str]()
-        if pinned:
-            self.snapshots.pin(nodes[-1], pinned)
-        return PrefixLease(identity, nodes, known_tokens=known_tokens, pinned=pinned)
+        lease = PrefixLease(identity, nodes, known_tokens=known_tokens)
+        if kept and nodes and kept in nodes[-1].statistics:
+            lease.pinned = kept
+            self.snapshots.pin(nodes[-1], kept)
+        elif kept and nodes:
+            newest = (self.memory.tables[name].group.statistic for name in kept)
+            lease.complete_from = lease.tokens + max(s.newest or 0 for s in newest if s)
+        return lease
 
     def cached_tokens(self, blocks: Iterable[Block]) -> int:
         """Tokens of the longest published prefix of some blocks; nothing is leased or counted."""
@@ -533,8 +554,7 @@ class PrefixIndex(MemoryListener):
 
     def start(self, lease: PrefixLease, *, statistics: frozenset[str] = frozenset()) -> int:
         """Start a sequence from a lease matched for these statistics; return its row."""
-        kept = self.memory.kept_with_prefix(statistics)
-        snapshot = lease.nodes[-1].statistics[kept] if kept else None
+        snapshot = lease.nodes[-1].statistics[lease.pinned] if lease.pinned else None
         cached_references = [node.cached_reference for node in lease.nodes]
         row = start_from_references(self.memory, cached_references, snapshot, used=statistics)
         self._unpin(lease)
@@ -582,7 +602,9 @@ class PrefixIndex(MemoryListener):
     def share(self, lease: PrefixLease) -> PrefixLease:
         """Create a second lease on the same nodes, for a fork of the lease's sequence."""
         self._use(lease.nodes)
-        return PrefixLease(lease.identity, list(lease.nodes), lease.publishes, lease.known_tokens)
+        shared = PrefixLease(lease.identity, list(lease.nodes), lease.publishes, lease.known_tokens)
+        shared.complete_from = lease.complete_from
+        return shared
 
     def _use(self, nodes: Sequence[PrefixNode]) -> None:
         for node in nodes:
@@ -719,6 +741,8 @@ class PrefixIndex(MemoryListener):
                 is released first, so that no other one is evicted for it.
         """
         if not lease.nodes or lease.tokens != int(self.memory.lengths[row]):
+            return False
+        if lease.tokens < lease.complete_from:
             return False
         node, used = lease.nodes[-1], self.memory.kept_with_prefix(self.memory.statistics_of(row))
         pages = referenced_statistics_pages(self.memory, row)

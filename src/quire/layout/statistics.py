@@ -146,6 +146,11 @@ class Statistic:
         """The pass whose queries count; None: all queries of the sequence count."""
         return None
 
+    @property
+    def newest(self) -> int | None:
+        """Number of newest queries that determine its records; None: all queries do."""
+        return None
+
     def num_slots(self, heads: HeadShape) -> int:
         """Return the number of records of a lane, for statistics that are not per slot."""
         raise NotImplementedError
@@ -257,6 +262,10 @@ class QueryRing(Statistic):
     @property
     def name(self) -> str:
         return f"query_ring.{self.window}"
+
+    @property
+    def newest(self) -> int:
+        return self.window
 
     def num_slots(self, heads: HeadShape) -> int:
         return self.window

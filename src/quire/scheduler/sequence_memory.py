@@ -24,6 +24,7 @@ from quire.kv.prefix import (
     root_key,
 )
 from quire.kv.sharing import fork
+from quire.layout.eviction import PRESSURE
 from quire.layout.pages import PageClass
 from quire.scheduler.events import EventLog
 from quire.scheduler.offload_port import KVOffloader, PrefixLoads
@@ -271,7 +272,10 @@ class SequenceMemory:
         if request.memory.chain is None or request.memory.chain.identity != identity:
             request.memory.chain = BlockChain(identity, self.prefix.block_tokens, request.token_ids)
         blocks = request.memory.chain.blocks(wanted - 1)  # at least one token must be computed
-        lease = self.prefix.match_blocks(identity, blocks, statistics=request.memory.statistics)
+        at_any_time = request.eviction.spec.when == PRESSURE
+        read_at = 0 if at_any_time else request.exact_tokens
+        used = request.memory.statistics
+        lease = self.prefix.match_blocks(identity, blocks, statistics=used, read_at=read_at)
         offloaded = bool(lease.nodes) and lease.nodes[0].is_offloaded
         if offloaded and not can_offload_request(request, self.memory.layout):
             self.release(lease)
@@ -302,7 +306,8 @@ class SequenceMemory:
             ends.add(known // prefix.block_tokens * prefix.block_tokens)
         if self._checkpoint_tokens:
             ends.update(range(self._checkpoint_tokens, known + 1, self._checkpoint_tokens))
-        return tuple(sorted(end for end in ends if end > lease.tokens))
+        first = max(lease.tokens + 1, lease.complete_from)
+        return tuple(sorted(end for end in ends if end >= first))
 
     def publish(self, request: Request, length: int) -> None:
         """Add the whole blocks of a request's first `length` tokens to the prefix cache."""
