@@ -1,0 +1,288 @@
+"""Compare the papers' claims about quality with a leaderboard: docs/papers.md.
+
+    bash runs/board.sh                          writes out/board
+    python -m docs.papers_page out/board        writes docs/papers.md and docs/results/papers.json
+
+A difference is that of two entries on the same prompts, over full KV's score, as the mean over the
+tasks that count. A verdict compares its 95 % interval (bootstrap over prompts) with the claim.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from docs.board_page import DOCS, MODELS, read
+from quire.cli.report import write_files
+from quire.errors import ConfigError
+from quire.evals.intervals import RESAMPLES, Mean
+from quire.evals.suite.perplexity import NLL
+
+FULL = "--kv-codec none --evict full"
+LOSS, GAIN, PERPLEXITY = "quality", "gain", "perplexity"
+
+PAPERS = {
+    "batch-max": "Batch-Max (Metel et al. 2025)",
+    "kvcrush": "KVCrush (Jha et al. 2025)",
+    "giant": "KV Cache: The Hidden Memory Giant in LLM Serving",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A claim of a paper, and the comparison that judges it.
+
+    Attributes:
+        paper: key of `PAPERS`.
+        text: the claim, with its place in the paper.
+        entry: the entry.
+        other: what it is compared with.
+        measure: LOSS: quality over that of `other`; GAIN: difference of both qualities; PERPLEXITY:
+            increase of the perplexity of held-out text in percent.
+        at_least, at_most: the bound; None: none on this side.
+    """
+
+    paper: str
+    text: str
+    entry: str
+    other: str = FULL
+    measure: str = LOSS
+    at_least: float | None = None
+    at_most: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A claim with what was measured."""
+
+    claim: Claim
+    found: Mean
+
+    @property
+    def verdict(self) -> str:
+        claim, low, high = self.claim, self.found.low, self.found.high
+        least = -np.inf if claim.at_least is None else claim.at_least
+        most = np.inf if claim.at_most is None else claim.at_most
+        if least <= low and high <= most:
+            return "holds"
+        return "does not hold" if high < least or low > most else "not decided"
+
+
+def entry_of(rule: str, cap: str = "", when: str = "prefill_end", codec: str = "none") -> str:
+    """The text of an entry of the leaderboard."""
+    joined = f"{rule}{',' if ':' in rule else ':'}cap={cap},when={when}" if cap else rule
+    return f"--kv-codec {codec} --evict {joined}"
+
+
+def _batch_max() -> list[Claim]:
+    both, decode = "prefill_and_decode", "decode"
+    text = (
+        "Eviction during prefill and decode keeps the accuracy near full KV's (section 4, tables 1 "
+        "and 2: 0.94 to 1.02 of it at about half of the longest inputs); `{}` at {}"
+    )
+    found = [
+        Claim("batch-max", text.format(rule, cap), entry_of(rule, cap, both), at_least=0.975)
+        for rule in ("average", "recent:sinks=4", "keydiff")
+        for cap in ("50%", "75%")
+    ]
+    return found + [
+        Claim(
+            "batch-max",
+            f"The same against eviction while decoding only, `{rule}` at 50%: no loss",
+            entry_of(rule, "50%", both),
+            entry_of(rule, "50%", decode),
+            measure=GAIN,
+            at_least=-0.025,
+        )
+        for rule in ("average", "recent:sinks=4", "keydiff")
+    ]
+
+
+def _kvcrush() -> list[Claim]:
+    bases = ("h2o_sinks", "average", "tova", "snapkv", "expected_attention")
+    gain = "KVCrush scores higher than its base rule with the same cap (section IV-C, F); {} at {}"
+    found = [
+        Claim(
+            "kvcrush",
+            gain.format(f"base `{base}`", cap),
+            entry_of(f"kvcrush:base={base}", cap),
+            entry_of(base, cap),
+            measure=GAIN,
+            at_least=0.0,
+        )
+        for base in bases
+        for cap in ("25%", "50%")
+    ]
+    drop = "A quarter of the KV loses less than 1 % of the accuracy (abstract); base `{}`"
+    return found + [
+        Claim("kvcrush", drop.format(base), entry_of(f"kvcrush:base={base}", "25%"), at_least=0.99)
+        for base in bases
+    ]
+
+
+def _giant() -> list[Claim]:
+    codecs = {"int8": 0.1, "int4": 1.0, "int4_outliers": 0.2, "int2": 5.0}
+    table = "Table of KV quantization: perplexity at most {} % higher with `{}`"
+    found = [
+        Claim(
+            "giant",
+            table.format(most, codec),
+            entry_of("full", codec=codec),
+            measure=PERPLEXITY,
+            at_most=most,
+        )
+        for codec, most in codecs.items()
+    ]
+    mixed = "int4+sinks=4+residual=64"
+    text = "Tokens in full precision beside codes lower the loss: `{}` scores higher than `int4`"
+    found.append(
+        Claim(
+            "giant",
+            text.format(mixed),
+            entry_of("full", codec=mixed),
+            entry_of("full", codec="int4"),
+            measure=GAIN,
+            at_least=0.0,
+        )
+    )
+    order = "Table of eviction rules at a quarter of the KV: `{}` has a lower perplexity than `{}`"
+    pairs = (("recent", "recent:sinks=4"), ("recent:sinks=4", "h2o"), ("h2o", "h2o_sinks"))
+    return found + [
+        Claim(
+            "giant",
+            order.format(better, worse),
+            entry_of(better, "25%", "prefill_and_decode"),
+            entry_of(worse, "25%", "prefill_and_decode"),
+            measure=PERPLEXITY,
+            at_most=0.0,
+        )
+        for worse, better in pairs
+    ]
+
+
+CLAIMS = (*_batch_max(), *_kvcrush(), *_giant())
+
+Values = Mapping[str, NDArray[np.float64]]
+"""Scores of the prompts of each task; the mean negative log-likelihood of each text."""
+
+
+def scores_of(folder: Path, tokens: int, count: int) -> dict[str, dict[str, NDArray[np.float64]]]:
+    """Scores of each entry of the leaderboard's own prompts, not of those that confirm it."""
+    found: dict[str, dict[str, NDArray[np.float64]]] = {}
+    for file in sorted((folder / "cells").glob("*.json")):
+        cell = json.loads(file.read_text(encoding="utf-8"))["values"]
+        if cell.get("tokens") != tokens or len(cell.get("prompts", ())) != count:
+            continue
+        scores = [prompt["scores"] for prompt in cell["prompts"] if prompt["scores"]]
+        numbers = np.array([next(iter(one.values())) for one in scores], dtype=np.float64)
+        name = NLL if NLL in scores[0] else cell["task"]
+        found.setdefault(cell["arm"], {})[name] = numbers
+    return found
+
+
+def measured(claim: Claim, scores: Mapping[str, Values], tasks: Sequence[str]) -> Mean:
+    """What a claim is compared with, and its interval."""
+    one, other, full = (scores[name] for name in (claim.entry, claim.other, FULL))
+    rng = np.random.default_rng(0)
+    if claim.measure == PERPLEXITY:
+        more = one[NLL] - other[NLL]
+        drawn = rng.integers(len(more), size=(RESAMPLES, len(more)))
+        means = 100 * np.expm1(np.array([more.mean(), *more[drawn].mean(axis=1)]))
+        return _mean(means, len(more))
+    total, count = np.zeros(1 + RESAMPLES), 0
+    for task in tasks:
+        values, base, top = (_probable(task, found[task]) for found in (one, other, full))
+        drawn = rng.integers(len(values), size=(RESAMPLES, len(values)))
+        drawn = np.concatenate([np.arange(len(values))[None], drawn])
+        gain = (values - base)[drawn].mean(axis=1)
+        total += gain / np.maximum(top[drawn].mean(axis=1), top.mean() / len(top))
+        count += len(values)
+    total /= len(tasks)
+    return _mean(total if claim.measure == GAIN else 1 + total, count)
+
+
+def _probable(task: str, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Scores of which more is better."""
+    return np.exp(-values) if task == NLL else values
+
+
+def _mean(means: NDArray[np.float64], count: int) -> Mean:
+    low, high = np.percentile(means[1:], [2.5, 97.5])
+    return Mean(float(means[0]), float(low), float(high), count)
+
+
+def page(judged: Sequence[Judged], model: str, about: str) -> str:
+    """The text of the page."""
+    lines = [
+        "# The papers' claims about quality, on one model",
+        "",
+        "Claims of papers that Quire implements, compared with the [leaderboard]"
+        f"(board-measured.md) of {model}. {about}",
+        "",
+        "* **Quality** is the mean over the leaderboard's tasks of the score over full KV's. "
+        "**Gain** is a difference of two qualities. **Perplexity** is its increase on held-out "
+        "text in percent.",
+        "* **Verdict**: `holds` if the whole 95 % interval of the paired difference is on the "
+        "claimed side of the bound, `does not hold` if none of it is, else `not decided`.",
+        "* The papers measured larger models on other data. A claim that does not hold here may "
+        "hold there: measure your model with [`quire board`](guides/evaluate.md#leaderboard).",
+        "",
+    ]
+    for key, paper in PAPERS.items():
+        own = [one for one in judged if one.claim.paper == key]
+        lines += [
+            f"## {paper}",
+            "",
+            "| claim | measure | bound | here | verdict |",
+            "| --- | --- | ---: | ---: | --- |",
+        ]
+        lines += [_line(one) for one in own]
+        lines.append("")
+    lines += [
+        "Claims of these papers and of KVPR and BATON about bytes and time: [memory]"
+        "(memory-measured.md), [eviction](eviction-measured.md), [offload](offload-measured.md), "
+        "[re-batching](rebatch-measured.md). The tests in `tests/papers` recompute the papers' "
+        "worked numbers.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(one: Judged) -> str:
+    claim, found = one.claim, one.found
+    digits = 2 if claim.measure == PERPLEXITY else 3
+    sign = "+" if claim.measure != LOSS else ""
+    unit = " %" if claim.measure == PERPLEXITY else ""
+    here = f"{found.mean:{sign}.{digits}f}{unit} [{found.low:.{digits}f}, {found.high:.{digits}f}]"
+    bound = f"≥ {claim.at_least:g}" if claim.at_least is not None else f"≤ {claim.at_most:g}{unit}"
+    return f"| {claim.text} | {claim.measure} | {bound} | {here} | {one.verdict} |"
+
+
+def main(folder: Path, docs: Path = DOCS) -> None:
+    """Write the page and its numbers from the folder of a leaderboard."""
+    run = read(folder, "board.json")
+    config = run["config"]
+    scores = scores_of(folder, config["tokens"], config["num_prompts"])
+    tasks = [NLL if task == "perplexity" else task for task in run["arms"]["judged_tasks"]]
+    missing = sorted({name for c in CLAIMS for name in (c.entry, c.other)} - scores.keys())
+    if missing:
+        raise ConfigError(f"expected results of all entries, got none of {'; '.join(missing)}")
+    judged = [Judged(claim, measured(claim, scores, tasks)) for claim in CLAIMS]
+    model = MODELS.get(config["model"], config["model"])
+    about = (
+        f"{config['num_prompts']} prompts of {config['tokens']:,} tokens of each task, commit "
+        f"{run['commit'][:7]}. `python -m docs.papers_page out/board` makes this page."
+    )
+    numbers = [asdict(one.claim) | asdict(one.found) | {"verdict": one.verdict} for one in judged]
+    files = {
+        "papers.md": page(judged, model, about).encode(),
+        "results/papers.json": (json.dumps(numbers, indent=1) + "\n").encode(),
+    }
+    write_files(docs, files)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
