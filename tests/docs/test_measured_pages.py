@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.batch_max.command import PARTS as BATCH_MAX
@@ -20,6 +21,8 @@ from benchmarks.quant.command import PARTS as QUANT
 from benchmarks.rebatch.parts import PARTS as REBATCH
 from benchmarks.roofline.measured import ENGINE, PARTS, SAMPLING
 from benchmarks.weights import PARTS as WEIGHTS
+from docs import papers_page
+from quire.evals.suite.perplexity import NLL
 from quire.scale.routing.policies import ROUTERS
 from quire.scheduler.batchers import DENSE_BATCHERS
 from support.roofline_cells import run_object
@@ -207,3 +210,20 @@ def test_runs_of_two_benchmarks_share_a_page(docs: Path):
     text = page_of(later)
     assert "## Cost of eviction\n\nCommit def, 1 thread." in text
     assert text.count("Commit abc, 1 thread.") == 2
+
+
+@pytest.mark.parametrize(
+    ("loss", "verdict"), [(0.0, "holds"), (0.3, "does not hold"), (0.02, "not decided")]
+)
+def test_verdict_on_a_claim_compares_the_interval_of_the_paired_difference(loss, verdict):
+    """Every second prompt loses twice the mean loss."""
+    full = np.full(200, 0.9)
+    less = full * (1 - loss - loss * (-1.0) ** np.arange(200))
+    one, whole = ({"niah": values, NLL: -np.log(values)} for values in (less, full))
+    scores = {"one": one, papers_page.FULL: whole}
+    claim = papers_page.Claim("kvcrush", "no loss", "one", at_least=0.98)
+
+    found = papers_page.measured(claim, scores, ["niah", NLL])
+
+    assert found.mean == pytest.approx(1 - loss)
+    assert papers_page.Judged(claim, found).verdict == verdict
