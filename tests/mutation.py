@@ -32,38 +32,19 @@ LIMIT_S = 60  # of processor time: a busy machine finds the same
 MAX_WALL_S = 600  # a test that waits forever
 MAX_FILES = 12
 FAILED, NOT_COLLECTED = 1, 2  # statuses of pytest; a change can stop an import
-OPERATORS = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.FloorDiv,
-    ast.FloorDiv: ast.Mult,
-    ast.Div: ast.Mult,
-    ast.Mod: ast.Mult,
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-}
+OPERATORS = {ast.Div: ast.Mult, ast.Mod: ast.Mult, ast.And: ast.Or}
+for _one, _other in (
+    *((ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE)),
+    *((ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)),
+):
+    OPERATORS |= {_one: _other, _other: _one}
 
 
 @dataclass(frozen=True)
 class Change:
-    """A changed line.
+    """A changed line; texts are without indentation."""
 
-    Attributes:
-        function: qualified name of its function, such as "Arena.take".
-        old, new: the line, without its indentation.
-    """
-
-    function: str
+    function: str  # qualified name of its function, such as "Arena.take"
     old: str
     new: str
 

@@ -22,11 +22,7 @@ ENVIRONMENTS = {
 
 
 def python_of(name: str, folder: Path) -> Path:
-    """Python of an environment, which is built if it does not exist.
-
-    Raises:
-        RuntimeError: a package cannot be installed.
-    """
+    """Python of an environment, which is built if it does not exist."""
     python = folder / name / "bin" / "python"
     if python.exists():
         return python

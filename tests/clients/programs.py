@@ -18,12 +18,11 @@ class Program:
     """A program with its own command line.
 
     Attributes:
-        environment: name of its environment.
         arguments: arguments after the Python of the environment, for (URL, model folder, output).
         read: reads the folder of the output; fails if the program did not work.
     """
 
-    environment: str
+    environment: str  # name of its environment
     arguments: Callable[[str, str, Path], Sequence[str]]
     read: Callable[[Path], Numbers]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from composition.draft import Draft
-from composition.feature import Feature
+from composition.features import Feature
 from composition.ran import Ran
 from fuzz.build import ROOM_FOR_ALL, products, with_tiers
 from fuzz.case import Case
@@ -27,20 +27,15 @@ class Cell:
     """What came of a combination.
 
     Attributes:
-        features: names, in the order of the registry.
-        result: works, refused, inert (a feature did not act) or failed.
-        why: of a refusal, as the user reads it; of a failure; the features that did not act.
         worst: largest difference of logits from those of the same requests in ample memory.
-        used: values that differ from those of most cells, because a feature acts with them.
-        seconds: of the processor.
     """
 
-    features: tuple[str, ...]
-    result: str
-    why: str = ""
-    used: str = ""
+    features: tuple[str, ...]  # names, in the order of the registry
+    result: str  # works, refused, inert (a feature did not act) or failed
+    why: str = ""  # of a refusal, as the user reads it; of a failure; the features that did not act
+    used: str = ""  # values that differ from those of most cells, because a feature acts with them
     worst: float = 0.0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the processor
 
     def as_dict(self) -> dict[str, object]:
         """JSON values."""
@@ -48,11 +43,7 @@ class Cell:
 
 
 def run_cell(features: Sequence[Feature]) -> Cell:
-    """Run a combination, with several rules, sizes of memory and prompts until all features act.
-
-    Args:
-        features: none excludes another.
-    """
+    """Run a combination, with several rules, sizes of memory and prompts until all features act."""
     names, started_s = tuple(f.name for f in features), time.process_time()
     result, why, worst, used = _best_variant(features)
     seconds = round(time.process_time() - started_s, 3)

@@ -4,21 +4,89 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from composition.cell import WORKS, run_cell
-from composition.feature import Feature
-from composition.features import FEATURES
-from composition.report import counts, results_of, with_triples
+from composition.features import FEATURES, Feature
+
+# ---- results: counts of all pairs and triples, and each one that does not work -------------------
+
+PAIR = 2
+Names = tuple[str, ...]
+
+
+def results_of(
+    pairs: Mapping[Names, Mapping[str, object]], triples: Mapping[Names, Mapping[str, object]]
+) -> dict[str, object]:
+    """Results as JSON values, from which the page is generated."""
+    return {
+        "features": [
+            {"name": f.name, "group": f.group, "option": f.option, "values_of": f.alone_in}
+            for f in FEATURES
+        ],
+        "pairs": counts(pairs.values()),
+        "triples": counts(triples.values()),
+        "by_group": _by_group(pairs),
+        "worst_difference": _worst([*pairs.values(), *triples.values()]),
+        "with_values": [
+            {name: c[name] for name in ("features", "used")}
+            for c in pairs.values()
+            if c["result"] == WORKS and c.get("used")
+        ],
+        "others": [_other(c) for c in [*pairs.values(), *triples.values()] if c["result"] != WORKS],
+    }
+
+
+def with_triples(
+    results: Mapping[str, Any], triples: Mapping[Names, Mapping[str, object]]
+) -> dict[str, Any]:
+    """Results whose triples are replaced."""
+    others = [cell for cell in results["others"] if len(cell["features"]) == PAIR]
+    others += [_other(c) for c in triples.values() if c["result"] != WORKS]
+    worst = max(results["worst_difference"], _worst(triples.values()))
+    new = {"triples": counts(triples.values()), "worst_difference": worst, "others": others}
+    return {**results, **new}
+
+
+def counts(cells: Iterable[Mapping[str, object]]) -> dict[str, object]:
+    """Number of cells of each result, and the share that works."""
+    found = Counter(str(cell["result"]) for cell in cells)
+    total = sum(found.values())
+    share = round(found[WORKS] / max(1, total), 4)
+    return {"cells": total, **dict(sorted(found.items())), "works_share": share}
+
+
+def _by_group(pairs: Mapping[Names, Mapping[str, object]]) -> dict[str, dict[str, list[int]]]:
+    """Working pairs and all pairs of each two groups, in the order of the registry."""
+    group = {feature.name: feature.group for feature in FEATURES}
+    found: dict[str, dict[str, list[int]]] = defaultdict(dict)
+    for (one, other), cell in pairs.items():
+        count = found[group[one]].setdefault(group[other], [0, 0])
+        count[0] += cell["result"] == WORKS
+        count[1] += 1
+    return dict(found)
+
+
+def _worst(cells: Iterable[Mapping[str, object]]) -> float:
+    """Largest difference of logits of a working cell, without cells that approximate."""
+    return max((float(str(c["worst"])) for c in cells if c["result"] == WORKS), default=0.0)
+
+
+def _other(cell: Mapping[str, object]) -> dict[str, object]:
+    return {name: cell[name] for name in ("features", "result", "why")}
+
+
+# ---- command -------------------------------------------------------------------------------------
 
 BY_NAME = {feature.name: feature for feature in FEATURES}
 RESULTS = Path("docs/results/composition.json")
 TRIPLES = 1000
-Names = tuple[str, ...]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,8 +157,7 @@ def triples(count: int) -> list[Names]:
     """A sample of combinations of three features: the same one every time."""
     rng, found = random.Random("three features"), dict[Names, None]()
     while len(found) < count:
-        chosen = sorted(rng.sample(range(len(FEATURES)), 3))
-        features = [FEATURES[i] for i in chosen]
+        features = [FEATURES[i] for i in sorted(rng.sample(range(len(FEATURES)), 3))]
         if not any(a.excludes(b) for a, b in combinations(features, 2)):
             found[tuple(feature.name for feature in features)] = None
     return list(found)

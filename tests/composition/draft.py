@@ -29,35 +29,24 @@ class Draft:
     """A run that features fill in, each its own part.
 
     Attributes:
-        rule: name and own options of the eviction rule; None: no token is evicted.
-        evicts: a schedule, a granularity or a budget needs a rule.
         when, granularity, budget: parts of the eviction's text.
-        rule_when: the only schedule of the rule; "": it has several.
-        default_when: schedule if none is set.
         vary: values of fields that are tried one after the other, until every feature has acted.
         codec, window, promoted, plain_layers: parts of the codec's text.
         kv, schedule: options of `KVConfig` and `ScheduleConfig`.
         params, first_params: arguments of `SamplingParams` of every request, and of the first half.
         allowed: rules that single requests name, and whether they may name all others.
-        tenants: of the requests, in turn.
         architecture, times, weights, tiers, preempt_steps, preempt_whole, tokenizer: as in `Case`.
-        units: sizes of the KV memory to try.
         host_units, stream_units: sizes of the swap space and of offload memory.
         late: the last requests are submitted while the first ones run, before step `late_step`.
-        urgent: the last request has priority over the others.
-        watermark: low and high watermark of the memory.
         grows: like `some_short`, with more tokens to generate; `ALL`: all requests are short.
-        short_tokens: of the last requests, if they are short.
-        some_short: the last requests are short, so that their KV grows below a cap.
-        cancels: the second request is cancelled.
         exact: products in float64; None where codes (also of activations) or evictions need them.
     """
 
-    rule: str | None = None
-    evicts: bool = False
+    rule: str | None = None  # name and own options of the eviction rule; None: no token is evicted
+    evicts: bool = False  # a schedule, a granularity or a budget needs a rule
     when: str = ""
-    rule_when: str = ""
-    default_when: str = "prefill_and_decode"
+    rule_when: str = ""  # the only schedule of the rule; "": it has several
+    default_when: str = "prefill_and_decode"  # schedule if none is set
     vary: dict[str, tuple[object, ...]] = field(default_factory=dict)
     granularity: str = "token"
     budget: str = ""
@@ -71,7 +60,7 @@ class Draft:
     first_params: dict[str, object] = field(default_factory=dict)
     allowed: tuple[str, ...] = ()
     allows_all: bool = True
-    tenants: tuple[str, ...] = ("default",)
+    tenants: tuple[str, ...] = ("default",)  # of the requests, in turn
     architecture: str = "llama"
     times: int = 1
     weights: str = ""
@@ -79,17 +68,17 @@ class Draft:
     preempt_steps: tuple[int, ...] = ()
     preempt_whole: bool = False
     tokenizer: bool = False
-    units: tuple[float, ...] = AMPLE
+    units: tuple[float, ...] = AMPLE  # sizes of the KV memory to try
     host_units: float = 0.0
     stream_units: float = 0.0
     late: bool = False
     late_step: int = 9
-    urgent: bool = False
-    watermark: float | None = None
-    some_short: bool = False
+    urgent: bool = False  # the last request has priority over the others
+    watermark: float | None = None  # low and high watermark of the memory
+    some_short: bool = False  # the last requests are short, so that their KV grows below a cap
     grows: bool | str = False
-    short_tokens: int = 9
-    cancels: bool = False
+    short_tokens: int = 9  # of the last requests, if they are short
+    cancels: bool = False  # the second request is cancelled
     exact: bool | None = None
 
     # ---- variants ------------------------------------------------------------------------------
@@ -203,12 +192,7 @@ class Draft:
     # ---- the case ------------------------------------------------------------------------------
 
     def case(self, units: float, seed: int = 0) -> Case:
-        """The fuzz case, in KV memory of this size.
-
-        Args:
-            units: size of the KV memory, in units of the largest request.
-            seed: of the prompts.
-        """
+        """The fuzz case, in KV memory of this size."""
         exact = self._rounds if self.exact is None else self.exact
         kv: dict[str, object] = {
             "page_tokens": PAGE_TOKENS,

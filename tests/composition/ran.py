@@ -13,19 +13,12 @@ from quire.scheduler.eviction_trace import RetainedSets
 
 @dataclass
 class Ran:
-    """A case that ended with the right answers.
+    """A case that ended with the right answers."""
 
-    Attributes:
-        case: the case.
-        scarce: its engine.
-        ample: the engine in ample memory.
-        outcome: of the comparison.
-    """
-
-    case: Case
-    scarce: Watched
-    ample: Watched
-    outcome: Outcome
+    case: Case  # the case
+    scarce: Watched  # its engine
+    ample: Watched  # the engine in ample memory
+    outcome: Outcome  # of the comparison
 
     @cached_property
     def stats(self) -> EngineStats:

@@ -38,8 +38,7 @@ def products(case: Case) -> Iterator[None]:
 
 
 def _exact_conv(layer: Conv1D, x):
-    product = x.double() @ layer.weight.double() + layer.bias.double()
-    return product.to(x.dtype)
+    return (x.double() @ layer.weight.double() + layer.bias.double()).to(x.dtype)
 
 
 @contextmanager
@@ -87,26 +86,14 @@ def _constants(case: Case) -> dict[str, object]:
 
 
 def try_options(case: Case) -> None:
-    """Start the case's engine with room for all.
-
-    Raises:
-        ConfigError: the options do not go together.
-    """
+    """Start the case's engine with room for all."""
     ample = ample_bytes(case)
     host, stream = ample * bool(case.host_room), ample * bool(case.stream_room)
     _start(case, ample, host, stream).close()
 
 
 def scarce_engine(case: Case, unit_bytes: int) -> Engine:
-    """The case's engine: in the least memory from `room` on that takes every request.
-
-    Args:
-        case: in units of which its memories are.
-        unit_bytes: one of them.
-
-    Raises:
-        ConfigError, NeverFits: also many times that memory is too small.
-    """
+    """The case's engine: in the least memory from `room` on that takes every request."""
     if case.room >= ROOM_FOR_ALL:
         with suppress(ConfigError):  # the refusal follows, or more memory is needed
             return _start(case, *(int(n * unit_bytes) for n in _rooms(case)))

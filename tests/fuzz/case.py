@@ -10,22 +10,18 @@ class RequestCase:
     """One request.
 
     Attributes:
-        prompt: token ids.
-        params: arguments of `SamplingParams`.
-        step: the request is submitted before this step.
         priority, tenant, evict: arguments of `Engine.submit`.
         cancel_step: the request is cancelled before this step; None: it is not cancelled.
-        cancel_index: only this answer is cancelled; None: all of them.
     """
 
-    prompt: tuple[int, ...]
-    params: Mapping[str, object]
-    step: int = 0
+    prompt: tuple[int, ...]  # token ids
+    params: Mapping[str, object]  # arguments of `SamplingParams`
+    step: int = 0  # the request is submitted before this step
     priority: int = 0
     tenant: str = "default"
     evict: str | None = None
     cancel_step: int | None = None
-    cancel_index: int | None = None
+    cancel_index: int | None = None  # only this answer is cancelled; None: all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,28 +29,20 @@ class Case:
     """One engine in little memory, and its requests.
 
     Attributes:
-        seed: the case was drawn from it.
-        model: an architecture of `zoo`, `*3` behind it for three times its layers, or quire-tiny.
-        exact: products are computed in float64 and rounded once (`exact_products`).
-        poison: memory that is not in use is overwritten after every step.
         room, host_room, stream_room: KV memory, swap memory and offload memory, in units of the
             most bytes that one of the requests holds in an ample memory.
-        kv: options of `KVConfig` but for the three memories.
         weights: `stay=N` offloads the weights of all layers but N; a weight codec such as int8;
             "" for plain weights.
         tiers: of cached prefixes: disk, remote. The requests run twice, the second time in a new
             engine over the same tiers.
         preempt_steps: before each of these steps a running request is preempted: with the most
             evictions, or the fewest if `preempt_whole`.
-        tokenizer: the model has one, of single bytes.
-        schedule: options of `ScheduleConfig`.
-        requests: in the order of their names, r0, r1 and so on.
     """
 
-    seed: int
-    model: str
-    exact: bool
-    poison: bool
+    seed: int  # the case was drawn from it
+    model: str  # an architecture of `zoo`, `*3` behind it for three times its layers, or quire-tiny
+    exact: bool  # products are computed in float64 and rounded once (`exact_products`)
+    poison: bool  # memory that is not in use is overwritten after every step
     room: float
     host_room: float = 0.0
     stream_room: float = 0.0
@@ -62,10 +50,10 @@ class Case:
     tiers: tuple[str, ...] = ()
     preempt_steps: tuple[int, ...] = ()
     preempt_whole: bool = False
-    tokenizer: bool = False
-    kv: Mapping[str, object]
-    schedule: Mapping[str, object]
-    requests: tuple[RequestCase, ...]
+    tokenizer: bool = False  # the model has one, of single bytes
+    kv: Mapping[str, object]  # options of `KVConfig` but for the three memories
+    schedule: Mapping[str, object]  # options of `ScheduleConfig`
+    requests: tuple[RequestCase, ...]  # in the order of their names, r0, r1 and so on
 
     @property
     def evict_texts(self) -> list[str]:

@@ -1,17 +1,70 @@
-"""The command: seeds in shards, resumable."""
+"""The command: seeds in shards, resumable; one line of JSON for each seed."""
 
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
-from fuzz import records
-from fuzz.case import from_json
+from fuzz.case import Case, from_json
 from fuzz.draw import draw
-from fuzz.run import FAILED, run_case
+from fuzz.run import FAILED, OK, Outcome, run_case
+
+# ---- records -------------------------------------------------------------------------------------
+
+SHOWN_FAILURES = 20
+
+
+def read(path: Path) -> dict[int, dict]:
+    """Recorded seeds; a line that was cut off is left out, and so are summaries."""
+    found: dict[int, dict] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if "seed" in record:
+            found[record["seed"]] = record
+    return found
+
+
+def append(path: Path, outcome: Outcome, case: Case) -> dict:
+    """Write what came of a seed; with its case where it is of interest."""
+    record = outcome.as_dict()
+    if outcome.outcome != OK or outcome.near_tie:
+        record["case"] = json.loads(case.to_json())
+    with path.open("a") as lines:
+        lines.write(json.dumps(record) + "\n")
+    return record
+
+
+def summary(found: Iterable[dict]) -> dict[str, object]:
+    """What the seeds come to."""
+    records = list(found)
+    outcomes = Counter(record["outcome"] for record in records)
+    kinds: Counter[str] = Counter()
+    for record in records:
+        kinds.update(record["kinds"])
+    fine = [record for record in records if record["outcome"] == OK]
+    return {
+        "seeds": len(records),
+        **outcomes,
+        "refused_share": round(outcomes["refused"] / max(1, len(records)), 3),
+        "near_ties": sum(bool(record["near_tie"]) for record in records),
+        "worst_difference": max((r["worst"] for r in fine if r["compared"]), default=0.0),
+        "contexts_compared": sum(record["compared"] for record in records),
+        "contexts_replayed": sum(record["replayed"] for record in records),
+        "steps": sum(record["steps"] for record in records),
+        "seconds": round(sum(record["seconds"] for record in records), 1),
+        "events": dict(kinds.most_common()),
+        "failed_seeds": [r["seed"] for r in records if r["outcome"] == FAILED][:SHOWN_FAILURES],
+    }
+
+
+# ---- command -------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,7 +106,7 @@ def _seeds(text: str, shard: str) -> list[int]:
 
 def _run_seeds(seeds: Sequence[int], out: Path, end_s: float) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
-    done = records.read(out)
+    done = read(out)
     for seed in seeds:
         if seed in done:
             continue
@@ -61,10 +114,10 @@ def _run_seeds(seeds: Sequence[int], out: Path, end_s: float) -> int:
             break
         case = draw(seed)
         outcome = run_case(case)
-        done[seed] = records.append(out, outcome, case)
+        done[seed] = append(out, outcome, case)
         if outcome.outcome == FAILED or outcome.near_tie:
             print(f"seed {seed}: {outcome.outcome} {outcome.why}{outcome.near_tie}", flush=True)
-    found = records.summary(done[seed] for seed in seeds if seed in done)
+    found = summary(done[seed] for seed in seeds if seed in done)
     with out.open("a") as lines:
         lines.write(json.dumps({"summary": found}) + "\n")
     print(json.dumps(found, indent=2))

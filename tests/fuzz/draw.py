@@ -1,12 +1,251 @@
-"""Draws the case of a seed."""
+"""Draws the case of a seed: rules and codecs, options, requests, and what later features add."""
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 
 from fuzz.case import Case, RequestCase
-from fuzz.draw_more import INEXACT, extend
-from fuzz.rules import draw_codec, draw_rule
-from quire.layout.eviction import parse_policy
+from quire.errors import ConfigError
+from quire.layout.eviction import SCHEDULES, parse_policy
+from quire.policies.crushed import Crushed, CrushedShare
+from quire.policies.eviction import make_eviction
+from quire.policies.kvcrush import KVCrush
+from quire.policies.registry import registered, registered_budgets
+
+# ---- rules and codecs, with options small enough for short prompts -------------------------------
+
+SMALL = {"window": 4, "lag": 4, "recent": 3, "last": 4, "beta": 4, "threshold": 0.3} | {
+    "sinks": 2,
+    "future": 16,
+}
+
+GRANULARITIES = ("token", "token", "token", "chunk", "page")
+PIECES_ONLY = ("kvcrush_openvino",)
+TOKEN_CODECS = (
+    *("int8", "fp8", "int4", "int8/int4", "int4_outliers", "int4_hadamard", "int2"),
+    *("int8+sinks=2+residual=8", "int4+residual=8"),
+)
+PAGE_CODECS = (
+    *("int4_page", "int4_page/int4", "int2_page", "int4_page/int4+sinks=2+residual=12"),
+    "int2_page/int2",
+)
+LAYER_CODECS = ("int8+plain_layers=1", "int4+plain_layers=1")
+PROMOTED = "int2+residual=16+promoted=4:int8"
+
+
+def draw_codec(rng: random.Random, evict: str) -> str:
+    """A codec; what it excludes is rarely drawn."""
+    if rng.random() < 0.55:
+        return "none"
+    evicts, pages = evict != "full", "granularity=page" in evict
+    choices = list(TOKEN_CODECS)
+    if not evicts or pages or rng.random() < 0.05:
+        choices += PAGE_CODECS
+    if not evicts or rng.random() < 0.05:
+        choices += LAYER_CODECS
+    if evict.startswith(("h2o", "average", "keydiff", "tova")):
+        choices += [PROMOTED] * 4
+    return rng.choice(choices)
+
+
+def draw_rule(rng: random.Random, *, page_tokens: int, budgets: bool = True) -> str:
+    """An eviction rule with a cap that short prompts exceed; seldom an unsound one."""
+    for _ in range(12):
+        text = _draw_rule(rng, page_tokens, budgets=budgets)
+        if _is_sound(text) or rng.random() < 0.02:
+            return text
+    return text
+
+
+def _is_sound(text: str) -> bool:
+    try:
+        make_eviction(text)
+    except ConfigError:
+        return False
+    return True
+
+
+def _draw_rule(rng: random.Random, page_tokens: int, *, budgets: bool) -> str:
+    name = rng.choice(sorted(registered()))
+    when = rng.choice((*SCHEDULES, "pressure"))
+    granularity = "page" if name in PIECES_ONLY else rng.choice(GRANULARITIES)
+    every = rng.randint(2, 8)
+    cap = every + rng.randint(8, 24)
+    if granularity == "page":
+        cap += 4 * page_tokens
+    options = [*_own_options(rng, name), f"cap={cap}", f"every={every}", f"when={when}"]
+    if granularity != "token":
+        options += [f"granularity={granularity}", "chunk_tokens=2"]
+    if rng.random() < 0.15 and granularity == "token" and budgets:
+        options.append(f"budget={_draw_budget(rng, cap)}")
+    return f"{name}:{','.join(options)}"
+
+
+def _own_options(rng: random.Random, name: str) -> list[str]:
+    made = registered()[name]
+    options = [f"{f.name}={SMALL[f.name]}" for f in fields(made) if f.name in SMALL]
+    if "base" in {f.name for f in fields(made)} and rng.random() < 0.5:
+        options.append(f"base=({rng.choice(['h2o:recent=3', 'average', 'h2o:recent=2,sinks=1'])})")
+    if issubclass(made, CrushedShare):
+        options.append("share=0.5")
+    if issubclass(made, Crushed) and rng.random() < 0.4:
+        options.append("sets=head")
+    if made is KVCrush:
+        options += rng.choice(([], ["pick=best"]))
+    return options
+
+
+def _draw_budget(rng: random.Random, cap: int) -> str:
+    name, made = rng.choice(sorted(registered_budgets().items()))
+    options = [f"{f.name}={SMALL[f.name]}" for f in fields(made) if f.name in SMALL]
+    if "streaming" in {f.name for f in fields(made)}:
+        options.append(
+            "scores=" + rng.choice(("0.9/0.1/0.3/0.2", "0.1/0.2/0.3/0.9", "0.1/0.9", "0.2x7/0.5"))
+        )
+    if "caps" in {f.name for f in fields(made)}:
+        options.append("caps=" + "/".join([str(cap + 3), str(cap - 3)]))
+    return f"({name}:{','.join(options)})" if options else name
+
+
+# ---- what later features add; other parts of the case stay as they are ---------------------------
+
+CALIBRATED = ("int8_channel", "int4:equalise=1/int8", "kvquant4/int4", "none/int8_channel")
+PATTERNS = ("[a-d]{2}-[0-9]{3,12}", "(yes|no|perhaps)", '\\{"a": [0-9]{1,9}\\}')
+LAYERS_TIMES = 3
+SYNCHRONOUS = frozenset(
+    {"batcher", "batch_invariant", "high_watermark", "scale_down_at", "tenants", "urgent"}
+)
+"""Options that asynchronous scheduling does not support."""
+
+INEXACT = ("mixtral", "gpt_oss", "phi3_longrope", "granite")
+"""Models whose experts multiply outside of linear layers, or that scale what they multiply."""
+STREAMED = ("llama", "llama_mha", "llama_mqa", "qwen2", "qwen3", "gemma3", "opt", "gpt2")
+
+
+def extend(case: Case) -> Case:
+    """The case with weight offload, tiers, forced preemptions, structures, rules and so on.
+
+    Each is drawn apart, so that one more feature changes no other part of a seed's case.
+    """
+    for name, change in CHANGES.items():
+        case = change(random.Random(f"quire {name} {case.seed}"), case)
+    return case
+
+
+def _weights(rng: random.Random, case: Case) -> Case:
+    if rng.random() >= 0.12 or case.model.partition("*")[0] not in STREAMED:
+        return case
+    model = case.model if "*" in case.model else f"{case.model}*{LAYERS_TIMES}"
+    schedule = case.schedule
+    if rng.random() < 0.4:
+        schedule = {**schedule, "objective": "throughput"}
+    return replace(case, model=model, weights=f"stay={rng.randint(0, 2)}", schedule=schedule)
+
+
+def _tiers(rng: random.Random, case: Case) -> Case:
+    shares = case.kv["enable_prefix_caching"] and not str(case.kv["evict"]).startswith("streaming")
+    if rng.random() >= 0.15 or not shares or case.model == "quire-tiny":
+        return case
+    return replace(case, tiers=(rng.choice(("disk", "remote")),))
+
+
+def _preempts(rng: random.Random, case: Case) -> Case:
+    if rng.random() >= 0.2:
+        return case
+    steps = {rng.randint(2, 40) for _ in range(rng.randint(1, 5))}
+    return replace(case, preempt_steps=tuple(sorted(steps)))
+
+
+def _structures(rng: random.Random, case: Case) -> Case:
+    if rng.random() >= 0.12 or case.model == "quire-tiny":
+        return case
+    requests = tuple(_structured(rng, request) for request in case.requests)
+    return replace(case, tokenizer=True, requests=requests)
+
+
+def _structured(rng: random.Random, request: RequestCase) -> RequestCase:
+    params = dict(request.params)
+    if rng.random() < 0.6:
+        params["structured_outputs"] = {"regex": rng.choice(PATTERNS)}
+        params["stop_token_ids"] = ()
+    elif rng.random() < 0.5:
+        params["stop"] = [*rng.sample("abcdefghijklmnopqrstuvwxyz ", 4)]
+    return replace(request, params=params)
+
+
+def _rules(rng: random.Random, case: Case) -> Case:
+    plain = "plain_layers" not in _codec(case)
+    rerotates = str(case.kv["evict"]).startswith("streaming")
+    if rng.random() >= 0.15 or not plain or rerotates or "promoted" in _codec(case):
+        return case
+    rules = [None, "full", *(_rule(rng, case) for _ in range(3))]
+    requests = tuple(replace(request, evict=rng.choice(rules)) for request in case.requests)
+    kv = {**case.kv, "evict_allow": "all"}
+    kv |= {} if "attention" in kv else {"attention": "gathered"}
+    return replace(case, kv=kv, requests=requests, exact=True)
+
+
+def _rule(rng: random.Random, case: Case) -> str:
+    """A rule that re-rotates no positions."""
+    text = "streaming"
+    while text.startswith("streaming"):
+        text = draw_rule(rng, page_tokens=int(str(case.kv["page_tokens"])), budgets=False)
+    return text
+
+
+def _codecs(rng: random.Random, case: Case) -> Case:
+    """Codecs of pages and layers with evictions; any codec with re-rotated positions."""
+    evict = str(case.kv["evict"])
+    if rng.random() >= 0.3 or evict == "full" or PROMOTED in _codec(case) or case.model in INEXACT:
+        return case
+    choices = PAGE_CODECS + LAYER_CODECS
+    choices += TOKEN_CODECS if evict.startswith("streaming") else ()
+    attention = "auto" if evict.startswith("streaming") else "gathered"
+    kv = {**case.kv, "codec": rng.choice(choices), "attention": attention}
+    return replace(case, kv=kv, exact=True)
+
+
+def _calibrated(rng: random.Random, case: Case) -> Case:
+    if rng.random() >= 0.3 or _codec(case) != "int8" or "*" in case.model:
+        return case
+    return replace(case, kv={**case.kv, "codec": rng.choice(CALIBRATED)})
+
+
+def _invariant(rng: random.Random, case: Case) -> Case:
+    if rng.random() >= 0.08 or case.exact or case.weights or "attention" in case.kv:
+        return case
+    return replace(case, schedule={**case.schedule, "batch_invariant": True})
+
+
+def _asynchronous(rng: random.Random, case: Case) -> Case:
+    """Asynchronous scheduling, if the case's other options support it."""
+    codec = _codec(case)
+    refused = not SYNCHRONOUS.isdisjoint(case.schedule)
+    refused |= any(part in codec for part in ("+", "kivi", "_page"))
+    refused |= bool(case.stream_room or case.tiers or case.weights)
+    if rng.random() >= 0.5 or refused:
+        return case
+    return replace(case, schedule={**case.schedule, "async_scheduling": True})
+
+
+def _codec(case: Case) -> str:
+    return str(case.kv.get("codec", "none"))
+
+
+CHANGES = {
+    "codecs": _codecs,
+    "weights": _weights,
+    "tiers": _tiers,
+    "preempts": _preempts,
+    "structures": _structures,
+    "rules": _rules,
+    "calibrated": _calibrated,
+    "invariant": _invariant,
+    "asynchronous": _asynchronous,
+}
+
+
+# ---- the case ------------------------------------------------------------------------------------
 
 ROTARY = ("llama", "llama_mha", "llama_mqa", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2")
 MODELS = (*ROTARY, *ROTARY, "opt", "gpt2", "gpt_neox", "mistral", "qwen2_window", "stablelm")

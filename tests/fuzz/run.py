@@ -7,17 +7,9 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
-from fuzz.build import (
-    ample_engine,
-    products,
-    scarce_engine,
-    submit,
-    try_options,
-    with_tiers,
-)
+from fuzz.build import ample_engine, products, scarce_engine, submit, try_options, with_tiers
 from fuzz.case import Case
-from fuzz.replay import worst_against_replay
-from fuzz.watch import SeenLogits, Watched, difference
+from fuzz.watch import SeenLogits, Watched, difference, worst_against_replay
 from quire.errors import ConfigError, InvariantError, NeverFits, RequestError
 from quire.sampling.outputs import Choice, RequestOutput
 
@@ -39,25 +31,19 @@ class Outcome:
     """What came of a seed.
 
     Attributes:
-        outcome: ok, refused (the options do not go together) or failed.
-        why: of a refusal or a failure.
-        near_tie: why outputs that differ are not a fault; "" where none do.
-        worst: largest difference of logits, as `watch.difference` counts it.
         compared, replayed: contexts whose logits were compared with the ample run and a replay.
-        seconds: of the processor.
-        kinds: events of the run in little memory.
     """
 
     seed: int
-    outcome: str = OK
-    why: str = ""
-    near_tie: str = ""
-    worst: float = 0.0
+    outcome: str = OK  # ok, refused (the options do not go together) or failed
+    why: str = ""  # of a refusal or a failure
+    near_tie: str = ""  # why outputs that differ are not a fault; "" where none do
+    worst: float = 0.0  # largest difference of logits, as `watch.difference` counts it
     compared: int = 0
     replayed: int = 0
     steps: int = 0
-    seconds: float = 0.0
-    kinds: dict[str, int] = field(default_factory=Counter)
+    seconds: float = 0.0  # of the processor
+    kinds: dict[str, int] = field(default_factory=Counter)  # events of the run in little memory
 
     def as_dict(self) -> dict[str, object]:
         """JSON values."""
@@ -109,8 +95,7 @@ def run_scarce(case: Case, ample: Watched, outcome: Outcome) -> Watched:
     unit_bytes = max(answer.usage.kv_peak_bytes for answer in ample.answers.values())
     earlier: tuple[Watched, ...] = ()
     for _ in range(2 if case.tiers else 1):
-        engine = scarce_engine(case, unit_bytes)
-        scarce = Watched(engine, poisoned=case.poison, earlier=earlier)
+        scarce = Watched(scarce_engine(case, unit_bytes), poisoned=case.poison, earlier=earlier)
         try:
             drive(case, scarce)
             scarce.engine.close()
@@ -122,11 +107,7 @@ def run_scarce(case: Case, ample: Watched, outcome: Outcome) -> Watched:
 
 
 def check_run(case: Case, scarce: Watched, ample: Watched, outcome: Outcome) -> None:
-    """Check that a run in little memory gave the answers of one in ample memory.
-
-    Raises:
-        InvariantError, Differs: it did not.
-    """
+    """Check that a run in little memory gave the answers of one in ample memory."""
     require_ends(case, scarce)
     require_scores(case, scarce)
     if not case.approximate:
@@ -134,21 +115,13 @@ def check_run(case: Case, scarce: Watched, ample: Watched, outcome: Outcome) -> 
 
 
 def reference(case: Case) -> Watched:
-    """The answers in ample memory.
-
-    Raises:
-        Refused: the options do not go together, or a request's do not.
-    """
+    """The answers in ample memory."""
     require_options(case)
     return answer_amply(case)
 
 
 def require_options(case: Case) -> None:
-    """Start the case's engine.
-
-    Raises:
-        Refused: the options do not go together.
-    """
+    """Start the case's engine."""
     try:
         try_options(case)
     except NeverFits:
@@ -158,11 +131,7 @@ def require_options(case: Case) -> None:
 
 
 def answer_amply(case: Case) -> Watched:
-    """The answers in ample memory.
-
-    Raises:
-        Refused: a request's options do not go together.
-    """
+    """The answers in ample memory."""
     try:
         ample = Watched(ample_engine(case))
         for number, request in enumerate(case.requests):
@@ -201,12 +170,7 @@ def drive(case: Case, watched: Watched) -> None:
 
 
 def _preempt(watched: Watched, sign: int) -> None:
-    """Preempt the running request with offloaded KV, the most evictions, or the most tokens.
-
-    Args:
-        watched: the engine.
-        sign: -1 for the fewest evictions.
-    """
+    """Preempt the running request with offloaded KV, the most evictions, or the most tokens."""
     engine = watched.engine
     offload = engine.pool.offload
 
@@ -325,15 +289,11 @@ def _scores_differ(ours: RequestOutput, theirs: RequestOutput) -> bool:
 
 
 def _explain(case: Case, ample: Watched, differs: str) -> str:
-    """Why runs whose logits agree have chosen differently: a choice that rounding decides.
-
-    Raises:
-        Differs: it is not one.
-    """
+    """Why runs whose logits agree have chosen differently: a choice that rounding decides."""
     if not case.exact:
-        again = run_case(
-            replace(case, exact=True, kv={**case.kv, "attention": _exact_backend(case)})
-        )
+        rerotates = str(case.kv.get("evict")).startswith("streaming")
+        kv = {**case.kv, "attention": "auto" if rerotates else "gathered"}
+        again = run_case(replace(case, exact=True, kv=kv))
         if again.outcome == OK and not again.near_tie:
             return f"with exact products nothing differs; {differs}"
     for schedule in ({"chunk_tokens": 7, "max_num_batched_tokens": 40}, {"max_num_seqs": 1}):
@@ -342,10 +302,6 @@ def _explain(case: Case, ample: Watched, differs: str) -> str:
         if first_difference(case, other, ample) is not None:
             return f"ample runs differ too ({schedule}); {differs}"
     raise Differs(differs)
-
-
-def _exact_backend(case: Case) -> str:
-    return "auto" if str(case.kv.get("evict")).startswith("streaming") else "gathered"
 
 
 def _answer_all(case: Case, watched: Watched) -> None:

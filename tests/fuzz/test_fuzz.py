@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fuzz import records
 from fuzz.case import from_json
-from fuzz.command import main
+from fuzz.command import main, read
 from fuzz.draw import draw
 from fuzz.run import FAILED, OK, run_case
 
@@ -18,7 +17,6 @@ SAMPLE = (1850, 1, 5, 8, 9, 10, 12, 14, 15, 18, 20, 21, 23, 33, 39, 42, 43, 44, 
 @pytest.mark.parametrize("seed", SAMPLE)
 def test_a_case_in_little_memory_answers_as_in_ample_memory(seed):
     outcome = run_case(draw(seed))
-
     assert outcome.outcome != FAILED, outcome.why
 
 
@@ -40,7 +38,6 @@ def test_a_mended_case_stays_mended(line):
 def test_a_seed_draws_one_case_and_its_text_reads_back():
     for seed in range(200):
         case = draw(seed)
-
         assert draw(seed) == case
         assert from_json(case.to_json()).to_json() == case.to_json()
 
@@ -48,12 +45,10 @@ def test_a_seed_draws_one_case_and_its_text_reads_back():
 def test_the_command_goes_on_where_it_stopped(tmp_path, capsys):
     out = tmp_path / "fuzz.jsonl"
     out.write_text(json.dumps({"seed": 1000, "outcome": "ok", "kinds": {}}) + '\n{"seed": 10')
-    first = records.read(out)
-
-    assert first.keys() == {1000}
+    assert read(out).keys() == {1000}
     out.write_text("")
     assert main(["--seeds", "43:47", "--shard", "0/2", "--out", str(out)]) == 0
-    assert records.read(out).keys() == {44, 46}
+    assert read(out).keys() == {44, 46}
     lines = out.read_text()
     assert main(["--seeds", "43:47", "--shard", "0/2", "--out", str(out)]) == 0
     assert out.read_text().splitlines()[:-1] == lines.splitlines()

@@ -1,11 +1,15 @@
-"""Records the logits of every step of an engine and checks its invariants."""
+"""Records the logits of every step of an engine and checks its invariants; replays evictions."""
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from fuzz.build import ample_engine
+from fuzz.case import Case
+from quire.config.generation_request import GenerationRequest
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import InvariantError, QuireError
 from quire.kv.swap import Swapped
@@ -30,19 +34,16 @@ class SeenLogits:
     Attributes:
         logits: by context, the first time it was computed.
         traces: by context, the evictions so far.
-        evict: by context, the request's rule.
-        worst: largest difference between two computations of one context.
-        chunks_in_layers: of prompts that were computed layer by layer, each in one step.
     """
 
     runner: object
     logits: dict[Context, torch.Tensor] = field(default_factory=dict)
     traces: dict[Context, tuple[EvictionEntry, ...]] = field(default_factory=dict)
-    evict: dict[Context, str] = field(default_factory=dict)
-    worst: float = 0.0
+    evict: dict[Context, str] = field(default_factory=dict)  # by context, the request's rule
+    worst: float = 0.0  # largest difference between two computations of one context
     again: dict[Context, list[torch.Tensor]] = field(default_factory=dict)
     digests: dict[int, tuple[EvictionEntry, str]] = field(default_factory=dict)
-    chunks_in_layers: int = 0
+    chunks_in_layers: int = 0  # of prompts that were computed layer by layer, each in one step
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.runner, name)
@@ -82,8 +83,7 @@ class SeenLogits:
         return self.digests[id(entry)][1]
 
 
-LARGE_LOGIT = 5.0
-"""Logits above it are compared relatively: rounding of products grows with them."""
+LARGE_LOGIT = 5.0  # logits above it are compared relatively: rounding of products grows with them
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -103,23 +103,19 @@ class Watched:
     """An engine whose outputs and events are recorded.
 
     Attributes:
-        answers: by request, when it has ended.
-        kinds: number of events of each kind.
         details: number of events of each kind with a way or a reason, such as "preempted swap".
         peaks: largest number of bytes of offloaded KV, of waiting requests, and of bytes that two
             or more running requests use, after a step.
-        steps: so far.
-        earlier: engines that filled the tiers of this one.
     """
 
     engine: Engine
     poisoned: bool = False
-    answers: dict[str, RequestOutput] = field(default_factory=dict)
-    kinds: Counter[str] = field(default_factory=Counter)
+    answers: dict[str, RequestOutput] = field(default_factory=dict)  # by request, when it has ended
+    kinds: Counter[str] = field(default_factory=Counter)  # number of events of each kind
     details: Counter[str] = field(default_factory=Counter)
     peaks: Counter[str] = field(default_factory=Counter)
-    steps: int = 0
-    earlier: tuple["Watched", ...] = ()
+    steps: int = 0  # so far
+    earlier: tuple["Watched", ...] = ()  # engines that filled the tiers of this one
 
     def __post_init__(self) -> None:
         self._builders: dict[str, OutputBuilder] = {}
@@ -180,11 +176,7 @@ class Watched:
         self._builders[name] = OutputBuilder(name, prompt)
 
     def step(self) -> None:
-        """Run one step and all checks after it.
-
-        Raises:
-            Stalled: no request has made progress for too long.
-        """
+        """Run one step and all checks after it."""
         try:
             deltas = self.engine.step()
         finally:
@@ -217,11 +209,7 @@ class Watched:
             raise Stalled(f"no token in {self.steps - self._since} steps, {waited_s:.1f} s")
 
     def check(self) -> None:
-        """Verify the accounts: used + free is the arena, and every page has its holders.
-
-        Raises:
-            InvariantError: they do not.
-        """
+        """Verify the accounts: used + free is the arena, and every page has its holders."""
         engine, memory = self.engine, self.engine.pool.kv.memory
         if memory.used_bytes + memory.free_bytes != memory.total_bytes:
             raise InvariantError(f"{memory.used_bytes} + {memory.free_bytes} B are not the arena")
@@ -235,8 +223,7 @@ class Watched:
 
     def _poison(self) -> None:
         memory, store = self.engine.pool.kv.memory, self.engine.pool.kv.store
-        layout = memory.layout
-        plain = not any(group.private for group in layout.groups)
+        plain = not any(group.private for group in memory.layout.groups)
         if plain and self.engine.pool.codec == "float32":
             poison(memory, store)  # also the slots of a page that are not written yet
             return
@@ -248,11 +235,7 @@ class Watched:
         store.arena[~in_use] = POISON
 
     def require_nothing_held(self) -> None:
-        """An engine without work holds cached prefixes and nothing else.
-
-        Raises:
-            InvariantError: it holds something.
-        """
+        """An engine without work holds cached prefixes and nothing else."""
         scheduler, memory = self.engine.scheduler, self.engine.pool.kv.memory
         scheduler.sequence_memory.drop_cached()  # cached prefixes may be offloaded
         held = [f"rows {memory.live_rows.tolist()}"] if len(memory.live_rows) else []
@@ -266,3 +249,63 @@ class Watched:
             held.append(f"{memory.used_bytes} B of the arena")
         if held:
             raise InvariantError(f"an engine without work holds {'; '.join(held)}")
+
+
+# ---- logits of a run that evicted under pressure, beside those of a replay in ample memory -------
+
+MAX_LEAVES = 24
+
+
+def worst_against_replay(case: Case, seen: SeenLogits, ample: SeenLogits) -> tuple[float, int]:
+    """Largest difference between logits of a run and of replays of its eviction traces."""
+    missing = [context for context in seen.logits if context not in ample.logits]
+    chosen = leaves(seen, missing)[:MAX_LEAVES]
+    if not chosen:
+        return 0.0, 0
+    replayed = replay(case, seen, chosen)
+    worst, compared = 0.0, 0
+    for context in missing:
+        if context in replayed.logits:
+            worst = max(worst, difference(seen.logits[context], replayed.logits[context]))
+            compared += 1
+    lacking = [leaf for leaf in chosen if leaf not in replayed.logits]
+    if lacking:
+        tokens, digests, _ = lacking[0]
+        raise InvariantError(f"a replay of {len(digests)} evictions, {len(tokens)} tokens parts")
+    return worst, compared
+
+
+def leaves(seen: SeenLogits, contexts: list[Context]) -> list[Context]:
+    """The contexts whose replays pass through all others."""
+    found: list[Context] = []
+    for context in sorted(contexts, key=lambda c: (-len(c[0]), c)):
+        if not any(_passes(seen, leaf, context) for leaf in found):
+            found.append(context)
+    return found
+
+
+def _passes(seen: SeenLogits, leaf: Context, context: Context) -> bool:
+    tokens, digests, variant = context
+    if leaf[0][: len(tokens)] != tokens or leaf[1][: len(digests)] != digests:
+        return False
+    later = seen.traces[leaf][len(digests) :]
+    return leaf[2] == variant and all(entry.num_computed >= len(tokens) for entry in later)
+
+
+def replay(case: Case, seen: SeenLogits, contexts: list[Context]) -> SeenLogits:
+    """Read texts in ample memory while the recorded tokens leave; the logits of every token."""
+    engine = ample_engine(case)
+    watched = Watched(engine)
+    for number, context in enumerate(contexts):
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+        name = f"replay {number}"
+        engine.submit(
+            GenerationRequest(context[0], params, request_id=name, evict=seen.evict[context])
+        )
+        watched.open(name, context[0])
+        for _, request in engine._outputs.unfinished(name):
+            request.eviction.trace = list(seen.traces[context])
+            request.spec = replace(request.spec, rope_variant=context[2])
+    while engine.has_work:
+        watched.step()
+    return watched.seen

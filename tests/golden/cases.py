@@ -1,6 +1,14 @@
-"""The golden cases by name: what each makes, and the file that its shape is compared with."""
+"""The golden cases by name, and formats that outlive a process.
+
+    stored/NAME/...     committed bytes, written by `python -m tests.golden --write-stored NAME`
+
+For each format there is a golden case `stored_NAME`: how today's code writes the same, and what it
+reads from the committed files.
+"""
 
 import json
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +22,11 @@ Make = Callable[[Workshop], object]
 
 @dataclass(frozen=True)
 class Case:
-    """One golden file.
+    """One golden file."""
 
-    Attributes:
-        name: of the file.
-        make: the value, from today's code.
-        rule: what of it is kept beside types.
-    """
-
-    name: str
-    make: Make
-    rule: Rule
+    name: str  # of the file
+    make: Make  # the value, from today's code
+    rule: Rule  # what of it is kept beside types
 
     @property
     def path(self) -> Path:
@@ -72,5 +74,78 @@ def case(
     def register(make: Make) -> Make:
         CASES[make.__name__] = Case(make.__name__, make, Rule(exact, loose, maps))
         return make
+
+    return register
+
+
+# ---- formats: files as they were written once, which must still be read --------------------------
+
+STORED_FILES = Path(__file__).parent / "stored"
+MAX_BYTES = 20_000
+
+Write = Callable[[Workshop, Path], None]
+Describe = Callable[[Path], object]
+Read = Callable[[Workshop, Path], object]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format."""
+
+    name: str  # of the folder with its files
+    write: Write  # puts files into a folder with today's code
+    describe: Describe  # what is in such a folder, read without Quire
+    read: Read  # what today's code finds there; may change the files
+    rule: Rule  # what of both is kept beside types
+
+    @property
+    def folder(self) -> Path:
+        """The committed files."""
+        return STORED_FILES / self.name
+
+    def make(self, workshop: Workshop) -> object:
+        """The value of the golden case."""
+        return {
+            "written": self.describe(self.written(workshop)),
+            "read": self.read(workshop, self.copied(workshop)),
+        }
+
+    def written(self, workshop: Workshop) -> Path:
+        """A folder that today's code has written."""
+        folder = workshop.folder_for(f"{self.name}_written")
+        self.write(workshop, folder)
+        return folder
+
+    def copied(self, workshop: Workshop) -> Path:
+        """A copy of the committed files."""
+        folder = workshop.folder_for(f"{self.name}_copied")
+        shutil.copytree(self.folder, folder, dirs_exist_ok=True)
+        return folder
+
+    def shape(self, folder: Path) -> Shape:
+        """Of the files in a folder."""
+        return shape_of({"written": self.describe(folder)}, self.rule)
+
+    def rewrite(self) -> None:
+        """Replace the committed files."""
+        with tempfile.TemporaryDirectory() as folder:
+            written = self.written(Workshop(Path(folder)))
+            shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.copytree(written, self.folder)
+
+
+STORED: dict[str, Format] = {}
+
+
+def stored(
+    describe: Describe, read: Read, *, exact: tuple[str, ...] = (), loose: tuple[str, ...] = ()
+) -> Callable[[Write], Write]:
+    """Make a function that writes files a format under its own name, with its golden case."""
+
+    def register(write: Write) -> Write:
+        name, rule = write.__name__, Rule(exact, loose)
+        found = STORED[name] = Format(name, write, describe, read, rule)
+        CASES[f"stored_{name}"] = Case(f"stored_{name}", found.make, rule)
+        return write
 
     return register

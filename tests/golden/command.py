@@ -4,7 +4,8 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from golden.catalogue import CASES, STORED
+from golden import of_commands, of_engine, of_formats, of_server  # noqa: F401 - they register
+from golden.cases import CASES, STORED
 from golden.workshop import Workshop
 
 

@@ -1,9 +1,11 @@
-"""What commands end with under `--json`, and the records that they write."""
+"""What commands end with under `--json`, and the records that they write; results of benchmarks."""
 
 import json
 from pathlib import Path
 
-from golden.cases import case
+from benchmarks.__main__ import app as benchmarks
+from benchmarks.common.result import Chart, PartResult, Table
+from golden.cases import case, stored
 from golden.workshop import ENGINE_OPTIONS, Workshop
 from quire.plan.ceilings import Ceilings, write_ceilings
 from quire.plan.machine import this_machine
@@ -14,40 +16,24 @@ SMALL = (*ENGINE_OPTIONS, "--kv-memory=2MiB")
 PROMPT = "<|doc|>Once upon a time"
 CHAT = [{"role": "user", "content": "Hello"}]
 
+
+def _openai_line(custom_id: str, url: str, **body: object) -> dict[str, object]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+EVICTING = {"evict": "recent:cap=16,every=8", "record_evictions": True, "ignore_eos": True}
 BATCH_LINES: dict[str, object] = {
     "plain": {"id": "a", "prompt": PROMPT, "max_tokens": 3},
     "plain_several": {"prompt": PROMPT, "max_tokens": 2, "n": 2, "temperature": 1.0, "seed": 3},
     "plain_chat": {"id": 7, "messages": CHAT, "max_tokens": 2},
-    "plain_evicting": {
-        "prompt": PROMPT * 8,
-        "max_tokens": 8,
-        "ignore_eos": True,
-        "evict": "recent:cap=16,every=8",
-        "record_evictions": True,
-    },
-    "completion": {
-        "custom_id": "b",
-        "method": "POST",
-        "url": "/v1/completions",
-        "body": {"prompt": PROMPT, "max_tokens": 3},
-    },
-    "chat": {
-        "custom_id": "c",
-        "method": "POST",
-        "url": "/v1/chat/completions",
-        "body": {"messages": CHAT, "max_tokens": 3},
-    },
+    "plain_evicting": {"prompt": PROMPT * 8, "max_tokens": 8, **EVICTING},
+    "completion": _openai_line("b", "/v1/completions", prompt=PROMPT, max_tokens=3),
+    "chat": _openai_line("c", "/v1/chat/completions", messages=CHAT, max_tokens=3),
     "plain_error": {"prompt": PROMPT, "max_tokenss": 3},
     "plain_never_fits": {"prompt": [5] * 4000},
-    "completion_error": {
-        "custom_id": "d",
-        "method": "POST",
-        "url": "/v1/completions",
-        "body": {"prompt": PROMPT, "max_tokens": -1},
-    },
+    "completion_error": _openai_line("d", "/v1/completions", prompt=PROMPT, max_tokens=-1),
     "not_json": None,
 }
-"""Lines of a batch by what their record is called in the golden file."""
 
 
 def batch_input(path: Path, names: tuple[str, ...] = tuple(BATCH_LINES)) -> Path:
@@ -215,3 +201,38 @@ def eval_fidelity(workshop: Workshop) -> object:
 @case(exact=("*.metrics", "*.suites"))
 def eval_tasks(workshop: Workshop) -> object:
     return _by_name(workshop.run("eval", "tasks")["tasks"])
+
+
+# ---- benchmarks ----------------------------------------------------------------------------------
+
+
+@case()
+def benchmark_invariant(workshop: Workshop) -> object:
+    return workshop.run("invariant", "--quick", "--threads=1", of=benchmarks)
+
+
+_RESULT = PartResult(
+    claims={"a": 1.5},
+    tables=(Table(name="t", caption="c", columns=("x", "y"), rows=(("a", 1), ("b", None))),),
+    charts=(
+        Chart(name="c", title="T", x_label="x", y_label="y", lines={"a": ((1, 2.5),)}, log_y=True),
+    ),
+    raw={"repeats": [1, 2]},
+    seconds=2.5,
+)
+
+
+def _describe_result(folder: Path) -> object:
+    return json.loads((folder / "part.json").read_text(encoding="utf-8"))
+
+
+def _read_result(workshop: Workshop, folder: Path) -> object:
+    found = PartResult.from_json(_describe_result(folder))
+    assert found == _RESULT
+    return {"charts": [chart.name for chart in found.charts]}
+
+
+@stored(_describe_result, _read_result, exact=("*",))
+def benchmark_part(workshop: Workshop, folder: Path) -> None:
+    """A part with everything that may be in it."""
+    (folder / "part.json").write_text(json.dumps(_RESULT.to_json(), indent=1), encoding="utf-8")

@@ -34,12 +34,11 @@ class Watched:
     Attributes:
         stats, ledger: during its work.
         stats_at_end, ledger_at_end: when it was idle.
-        events: all of them.
     """
 
     stats: dict[str, object]
     ledger: dict[str, object]
-    events: list[KVEvent]
+    events: list[KVEvent]  # all of them
     stats_at_end: dict[str, object] = field(default_factory=dict)
     ledger_at_end: dict[str, object] = field(default_factory=dict)
 

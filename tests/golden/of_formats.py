@@ -9,8 +9,8 @@ from typing import Any
 
 from safetensors import safe_open
 
+from golden.cases import stored
 from golden.of_commands import batch_input
-from golden.stored import stored
 from golden.workshop import ENGINE_OPTIONS, Workshop, finish, greedy
 from quire.cli.batch_files import BatchOutput, RunState, state_path
 from quire.cli.options import SECTIONS, OptionField, configs_of, read_config_file
@@ -241,8 +241,7 @@ def _describe_ceilings(folder: Path) -> object:
 
 
 def _read_ceilings(workshop: Workshop, folder: Path) -> object:
-    found = read_ceilings(folder / "ceilings.json", _MACHINE)
-    assert found == _CEILINGS
+    assert read_ceilings(folder / "ceilings.json", _MACHINE) == _CEILINGS
     return asdict(_CEILINGS)
 
 
@@ -301,8 +300,7 @@ _LINES = ("plain", "completion", "chat", "plain_error")
 
 
 def _describe_batch(folder: Path) -> object:
-    text = (folder / "out.jsonl").read_text(encoding="utf-8")
-    *whole, torn = text.split("\n")
+    *whole, torn = (folder / "out.jsonl").read_text(encoding="utf-8").split("\n")
     records = [json.loads(line) for line in whole]
     state = json.loads((folder / "out.jsonl.state").read_text(encoding="utf-8"))
     return {

@@ -26,6 +26,8 @@ PATIENCE_S = 120.0
 Client = httpx.AsyncClient
 Talk = Callable[[Client], Awaitable[Any]]
 Posts = dict[str, tuple[str, dict[str, object]]]
+Call = tuple[str, str, dict[str, Any]]
+Answers = dict[str, object]
 
 
 def serve(llm: LLM, talk: Talk, **options: Any) -> Any:
@@ -41,29 +43,36 @@ def serve(llm: LLM, talk: Talk, **options: Any) -> Any:
     return asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
-def post_all(workshop: Workshop, posts: Posts) -> dict[str, object]:
-    """Answers by name."""
+def get(path: str, **fields: object) -> Call:
+    return "GET", path, fields
 
-    async def talk(client: Client) -> dict[str, object]:
-        return {
-            name: answer(await client.post(path, json=body)) for name, (path, body) in posts.items()
+
+def answers(llm: LLM, calls: dict[str, Call], *, drains: bool = False, **options: Any) -> Answers:
+    """Answers by name, of a fresh server that may be shutting down."""
+
+    async def talk(client: Client) -> Answers:
+        if drains:
+            _service_behind(client).drain()
+        found = {
+            name: await client.request(m, p, **fields) for name, (m, p, fields) in calls.items()
         }
+        return {name: answer(response) for name, response in found.items()}
 
-    return serve(workshop.served, talk)
+    return serve(llm, talk, **options)
 
 
-def answer(response: httpx.Response) -> dict[str, object]:
+def post_all(workshop: Workshop, posts: Posts) -> Answers:
+    """Answers by name."""
+    calls = {name: ("POST", path, {"json": body}) for name, (path, body) in posts.items()}
+    return answers(workshop.served, calls)
+
+
+def answer(response: httpx.Response) -> Answers:
     """Status, the headers that are not HTTP's own, and the body."""
-    shown = ("x-", "www-", "allow")
-    return {
-        "status": response.status_code,
-        "headers": {
-            name: "NEW" if name == "x-request-id" else value
-            for name, value in response.headers.items()
-            if name.startswith(shown)
-        },
-        "body": response.json() if response.content else None,
-    }
+    headers = {n: v for n, v in response.headers.items() if n.startswith(("x-", "www-", "allow"))}
+    headers |= {"x-request-id": "NEW"} if "x-request-id" in headers else {}
+    body = response.json() if response.content else None
+    return {"status": response.status_code, "headers": headers, "body": body}
 
 
 def completion(**options: object) -> tuple[str, dict[str, object]]:
@@ -139,7 +148,7 @@ def server_streams(workshop: Workshop) -> object:
         "failing": completion(**options, allowed_token_ids=eos, min_tokens=2, ignore_eos=False),
     }
 
-    async def talk(client: Client) -> dict[str, object]:
+    async def talk(client: Client) -> Answers:
         return {
             name: events_of(await client.post(path, json=body))
             for name, (path, body) in posts.items()
@@ -155,18 +164,9 @@ def server_small_paths(workshop: Workshop) -> object:
         "tokenize_chat": ("/tokenize", {"messages": MESSAGES}),
         "detokenize": ("/detokenize", {"tokens": [5, 6, 700]}),
     }
-    gets = {
-        "models": "/v1/models",
-        "model": "/v1/models/quire-tiny",
-        "health": "/health",
-        "ready": "/ready",
-        "version": "/version",
-    }
-
-    async def talk(client: Client) -> dict[str, object]:
-        return {name: answer(await client.get(path)) for name, path in gets.items()}
-
-    return post_all(workshop, posts) | serve(workshop.served, talk)
+    gets = {name: get(f"/{name}") for name in ("health", "ready", "version")}
+    gets |= {"models": get("/v1/models"), "model": get("/v1/models/quire-tiny")}
+    return post_all(workshop, posts) | answers(workshop.served, gets)
 
 
 # ---- the KV memory -----------------------------------------------------------------------------
@@ -183,8 +183,7 @@ def server_kv(workshop: Workshop) -> object:
         while found is None:  # a request may end before the first answer
             found = await ledger_of_a_running_request(client)
         path = "/v1/kv/events?kinds=admitted,chunk,freed&since=0&limit=1000"
-        events = (await client.get(path)).json()
-        return {"tenants_ledger": found, "events": events}
+        return {"tenants_ledger": found, "events": (await client.get(path)).json()}
 
     async def ledger_of_a_running_request(client: Client) -> dict[str, Any] | None:
         body = {"prompt": PROMPT, "max_tokens": 150, "ignore_eos": True}
@@ -231,36 +230,29 @@ ERRORS = ("*.headers.*",)
 
 @case(exact=ERRORS)
 def server_refusals(workshop: Workshop) -> object:
-    async def talk(client: Client) -> dict[str, object]:
-        json_type = {"content-type": "application/json"}
-        return {
-            "not_json": answer(
-                await client.post(COMPLETIONS, content=b"{prompt", headers=json_type)
-            ),
-            "not_announced": answer(await client.post(COMPLETIONS, content=b"{}")),
-            "wrong_method": answer(await client.get(COMPLETIONS)),
-            "unknown_kind": answer(await client.get("/v1/kv/events?kinds=nonsense")),
-            "unknown_parameter": answer(await client.get("/v1/kv/events?kind=freed")),
-        }
-
-    async def without_key(client: Client) -> dict[str, object]:
-        headers = {"authorization": "Bearer sk-unknown-00000"}
-        return {
-            "no_key": answer(await client.get("/v1/models")),
-            "unknown_key": answer(await client.get("/v1/models", headers=headers)),
-        }
-
-    refused = post_all(workshop, REFUSED) | serve(workshop.served, talk)
-    return refused | serve(workshop.served, without_key, tenant_keys=KEYS)
+    not_json = {"content": b"{prompt", "headers": {"content-type": "application/json"}}
+    calls = {
+        "not_json": ("POST", COMPLETIONS, not_json),
+        "not_announced": ("POST", COMPLETIONS, {"content": b"{}"}),
+        "wrong_method": get(COMPLETIONS),
+        "unknown_kind": get("/v1/kv/events?kinds=nonsense"),
+        "unknown_parameter": get("/v1/kv/events?kind=freed"),
+    }
+    unknown = {"authorization": "Bearer sk-unknown-00000"}
+    keyless = {"no_key": get("/v1/models"), "unknown_key": get("/v1/models", headers=unknown)}
+    refused = post_all(workshop, REFUSED) | answers(workshop.served, calls)
+    return refused | answers(workshop.served, keyless, tenant_keys=KEYS)
 
 
 @case(exact=ERRORS)
 def server_failures(workshop: Workshop) -> object:
     eos = list(workshop.model.generation.eos_token_ids)
-    path, body = completion(allowed_token_ids=eos, min_tokens=2, ignore_eos=False)
-    failed = serve(workshop.served, lambda client: client.post(path, json=body))
-    found = {"answer_failed": answer(failed), "bug": serve(workshop.served, _meet_a_bug)}
-    return found | _shutting_down(workshop) | _dead(workshop)
+    failing = completion(allowed_token_ids=eos, min_tokens=2, ignore_eos=False)
+    path, body = completion()
+    draining = {"draining": ("POST", path, {"json": body}), "not_ready": get("/ready")}
+    found = post_all(workshop, {"answer_failed": failing})
+    found |= {"bug": serve(workshop.served, _meet_a_bug)}
+    return found | answers(workshop.served, draining, drains=True) | _dead(workshop)
 
 
 async def _meet_a_bug(client: Client) -> dict[str, object]:
@@ -276,30 +268,16 @@ def _service_behind(client: Client) -> Any:
     return transport.app.state.service
 
 
-def _shutting_down(workshop: Workshop) -> dict[str, object]:
-    async def talk(client: Client) -> dict[str, object]:
-        _service_behind(client).drain()
-        path, body = completion()
-        return {
-            "draining": answer(await client.post(path, json=body)),
-            "not_ready": answer(await client.get("/ready")),
-        }
-
-    return serve(workshop.served, talk)
-
-
-def _dead(workshop: Workshop) -> dict[str, object]:
+def _dead(workshop: Workshop) -> Answers:
     llm = workshop.llm()
 
-    async def talk(client: Client) -> dict[str, object]:
+    async def talk(client: Client) -> Answers:
         path, body = completion()
         with _replaced(llm.engine, "step", _broken):
             during = answer(await client.post(path, json=body))
-        return {
-            "engine_dies": during,
-            "engine_is_dead": answer(await client.post(path, json=body)),
-            "unhealthy": answer(await client.get("/health")),
-        }
+        dead = answer(await client.post(path, json=body))
+        health = answer(await client.get("/health"))
+        return {"engine_dies": during, "engine_is_dead": dead, "unhealthy": health}
 
     return serve(llm, talk)
 

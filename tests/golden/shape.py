@@ -33,26 +33,18 @@ LOOSE = (
 )
 """Numbers that differ from run to run or between machines."""
 
-MAX_EQUAL = 4
-"""Largest number of equal list values that are written one by one."""
-
+MAX_EQUAL = 4  # largest number of equal list values that are written one by one
 EITHER = {"commit": "str or null", "cpu": "str"}
 """Last names of paths whose type depends on the machine."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Exceptions for the paths of one value, as `fnmatch` patterns.
+    """Exceptions for the paths of one value, as `fnmatch` patterns."""
 
-    Attributes:
-        exact: keep these values too.
-        loose: keep only the types of these.
-        maps: mappings whose keys depend on the machine: shown as "*".
-    """
-
-    exact: tuple[str, ...] = ()
-    loose: tuple[str, ...] = ()
-    maps: tuple[str, ...] = ()
+    exact: tuple[str, ...] = ()  # keep these values too
+    loose: tuple[str, ...] = ()  # keep only the types of these
+    maps: tuple[str, ...] = ()  # mappings whose keys depend on the machine: shown as "*"
 
     def is_exact(self, path: str, value: object) -> bool:
         """Whether the value at a path is kept."""

@@ -1,11 +1,13 @@
 """The cases of one type: a tiny model in the engine, compared with Transformers, or refused."""
 
+import inspect
+import random
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from statistics import median
 
@@ -13,16 +15,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models.reference import (
-    SHIFTED_BY,
-    Expected,
-    beam_scores,
-    decode,
-    difference,
-    random_tokens,
-    scan,
-    with_other_order,
-)
 from models.tiny import build, config_of
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
@@ -39,15 +31,105 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from support.engines import greedy
 from support.kv_options import kv_config
 
+# ---- what Transformers computes: the prompt in one call, then single tokens ----------------------
+
+SHIFTED_BY = 7  # positions of output tokens, in the negative control
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The greedy output of Transformers.
+
+    Attributes:
+        prompt, tokens: token ids.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    logits: Tensor  # [len(tokens), vocab], float32
+
+
+@torch.inference_mode()
+def decode(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    num_tokens: int,
+    *,
+    shifted_by: int = 0,
+    given: Sequence[int] = (),
+) -> Expected:
+    """Decode greedily."""
+    tokens, positions, rows = list(prompt), list(range(len(prompt))), []
+    out = _forward(model, tokens, positions)
+    while len(rows) < num_tokens:
+        rows.append(out.logits[0, -1].float())
+        tokens.append(given[len(rows) - 1] if len(rows) <= len(given) else int(rows[-1].argmax()))
+        positions.append(len(tokens) - 1 + shifted_by)
+        cache = getattr(out, "cache", None)  # OpenAI's GPT has none
+        begin = 0 if cache is None else -1
+        out = _forward(model, tokens[begin:], positions[begin:], cache)
+    return Expected(list(prompt), tokens[len(prompt) :], torch.stack(rows))
+
+
+@torch.inference_mode()
+def scan(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """Logits of given tokens after a prompt, from one call without a cache: [tokens, vocab]."""
+    ids = torch.tensor([[*prompt, *tokens[:-1]]])
+    logits: Tensor = model(ids, use_cache=False, return_dict=True).logits
+    return logits[0, len(prompt) - 1 :].float()
+
+
+@torch.inference_mode()
+def beam_scores(
+    model: PreTrainedModel, prompt: Sequence[int], width: int, num_tokens: int
+) -> Tensor:
+    """Scores of a beam search without a cache, best first: mean log-probabilities [width]."""
+    tokens, scores = torch.tensor([list(prompt)]), torch.zeros(1)
+    for _ in range(num_tokens):
+        logits = model(tokens, use_cache=False, return_dict=True).logits[:, -1].float()
+        sums = scores[:, None] + logits.log_softmax(dim=-1)
+        scores, best = sums.flatten().topk(width)
+        beam, token = best // sums.shape[1], best % sums.shape[1]
+        tokens = torch.cat([tokens[beam], token[:, None]], dim=1)
+    return scores / num_tokens
+
+
+def _forward(model: PreTrainedModel, tokens: Sequence[int], positions: Sequence[int], cache=None):
+    takes = inspect.signature(model.forward).parameters
+    at = {"position_ids": torch.tensor([list(positions)])} if "position_ids" in takes else {}
+    held = {} if cache is None else {"cache": cache}
+    return model(torch.tensor([tokens]), use_cache=True, return_dict=True, **at, **held)
+
+
+def with_other_order(prompt: Sequence[int]) -> list[int]:
+    """The prompt with its first half reversed: the control of types without positions."""
+    half = len(prompt) // 2
+    return [*reversed(prompt[:half]), *prompt[half:]]
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference of logits [rows, vocab], relative to the largest of its row."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    relative = (ours - theirs).abs().amax(dim=-1) / theirs.abs().amax(dim=-1)
+    return float(relative.nan_to_num(float("inf")).max())
+
+
+def random_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
+    """Token ids without the first two, which begin and end texts."""
+    rng = random.Random(seed)
+    return [rng.randrange(2, vocab_size) for _ in range(count)]
+
+
+# ---- a type --------------------------------------------------------------------------------------
+
 EQUAL, REFUSED, FAILED, NOT_TESTED = "equal", "refused", "failed", "not tested"
 INERT = "not observed"
 
 PROMPT_TOKENS, NEW_TOKENS, SHARED_TOKENS, PAGE_TOKENS = 300, 40, 208, 16
 BEAM_TOKENS = 8
 LONGEST = PROMPT_TOKENS + NEW_TOKENS
-TOLERANCE = 1e-3
-"""Of logits, relative to the largest of their row."""
-
+TOLERANCE = 1e-3  # of logits, relative to the largest of their row
 OF_ITSELF = 1e-2
 """The tolerance grows to the difference of Transformers' own decode and scan, at most to this."""
 
@@ -68,13 +150,11 @@ class Case:
 
     Attributes:
         result: equal, refused, failed, or not observed: what the case is about did not happen.
-        why: of a refusal or a failure.
-        worst: largest relative difference of logits.
     """
 
     result: str = EQUAL
-    why: str = ""
-    worst: float = 0.0
+    why: str = ""  # of a refusal or a failure
+    worst: float = 0.0  # largest relative difference of logits
 
 
 @dataclass(kw_only=True)
@@ -82,30 +162,20 @@ class Found:
     """What came of a type.
 
     Attributes:
-        type: `model_type`.
-        result: equal, refused, failed or not tested.
-        why: of another result than equal.
         is_text_decoder: not an encoder, an encoder-decoder, or a model of images or sound.
-        kinds: of its layers' caches.
-        layers: number of attention layers of the tiny model.
-        control: what was changed in Transformers so that its tokens change.
-        own: largest relative difference between Transformers' decode and scan.
-        worst: of the cases against Transformers.
-        cases: by name.
-        seconds: of the processor.
     """
 
-    type: str
-    result: str = EQUAL
-    why: str = ""
+    type: str  # `model_type`
+    result: str = EQUAL  # equal, refused, failed or not tested
+    why: str = ""  # of another result than equal
     is_text_decoder: bool = True
-    kinds: tuple[str, ...] = ()
-    layers: int = 0
-    control: str = ""
-    own: float = 0.0
-    worst: float = 0.0
-    cases: dict[str, Case] = field(default_factory=dict)
-    seconds: float = 0.0
+    kinds: tuple[str, ...] = ()  # of its layers' caches
+    layers: int = 0  # number of attention layers of the tiny model
+    control: str = ""  # what was changed in Transformers so that its tokens change
+    own: float = 0.0  # largest relative difference between Transformers' decode and scan
+    worst: float = 0.0  # of the cases against Transformers
+    cases: dict[str, Case] = field(default_factory=dict)  # by name
+    seconds: float = 0.0  # of the processor
 
     def as_dict(self) -> dict[str, object]:
         """JSON values."""
@@ -113,12 +183,7 @@ class Found:
 
 
 def run_type(model_type: str, cases: Sequence[str] | None = None) -> Found:
-    """Build a tiny model of a type and run its cases; no error of a model is raised.
-
-    Args:
-        model_type: see `tiny.TYPES`.
-        cases: names of `CASES`; None: all, those of `OF_STATES` if it has recurrent states.
-    """
+    """Build a tiny model of a type and run its cases; no error of a model is raised."""
     found, started_s = Found(type=model_type), time.process_time()
     try:
         _run(found, cases)
@@ -240,17 +305,11 @@ class Recorder:
 
 @dataclass
 class Bench:
-    """A model in Transformers and in Quire, and the expected outputs.
+    """A model in Transformers and in Quire, and the expected outputs."""
 
-    Attributes:
-        model: with Transformers' own attention.
-        loaded: the same weights in Quire.
-        tolerance: of logits.
-    """
-
-    model: PreTrainedModel
-    loaded: LoadedModel
-    tolerance: float = TOLERANCE
+    model: PreTrainedModel  # with Transformers' own attention
+    loaded: LoadedModel  # the same weights in Quire
+    tolerance: float = TOLERANCE  # of logits
 
     @cached_property
     def expected(self) -> dict[str, Expected]:
@@ -371,24 +430,13 @@ def _urgently(bench: Bench, engine: Engine) -> Recorder:
     for priority, name in ((1, "r0"), (0, "r1")):
         engine.submit(
             GenerationRequest(
-                bench.expected[name].prompt,
-                greedy(NEW_TOKENS),
-                request_id=name,
-                priority=priority,
+                bench.expected[name].prompt, greedy(NEW_TOKENS), request_id=name, priority=priority
             )
         )
         for _ in range(NEW_TOKENS // 2):
             engine.step()
     finish(engine)
     return recorder
-
-
-def _tight(bench: Bench) -> Case:
-    return _preempted(bench, swap=False)
-
-
-def _swap(bench: Bench) -> Case:
-    return _preempted(bench, swap=True)
 
 
 def _prefix(bench: Bench) -> Case:
@@ -504,27 +552,24 @@ def _with_plain_backend(
     return run
 
 
-def _evicted(engine: Engine) -> bool:
-    return engine.stats().num_evictions > 0
-
-
 CASES: Mapping[str, Callable[[Bench], Case]] = {
     "ample": _chunks(512),  # the whole prompt
-    "tight": _tight,
+    "tight": partial(_preempted, swap=False),
     "chunks of 7": _chunks(7),
     "chunks of 64": _chunks(64),
     "prefix": _prefix,
-    "swap": _swap,
+    "swap": partial(_preempted, swap=True),
     "n=2": _forks(2),
     "n=4": _forks(4),
     "beams": _beams,
     "disk": _disk,
     "chunks of 1": _chunks(1),
     "int8": _with_plain_backend({"codec": "int8"}),
-    **{name: _with_plain_backend({"evict": rule}, _evicted) for name, rule in RULES.items()},
+    **{
+        name: _with_plain_backend({"evict": rule}, lambda engine: engine.stats().num_evictions > 0)
+        for name, rule in RULES.items()
+    },
 }
-OF_STATES = ("n=4", "beams", "disk", "chunks of 1")
-"""Cases of types with recurrent states only."""
-
+OF_STATES = ("n=4", "beams", "disk", "chunks of 1")  # cases of types with recurrent states only
 PLAIN = ("int8", *RULES)
 """Cases that are compared with the plain backend; the others with Transformers."""

@@ -18,11 +18,14 @@ from models.cases import (
     REFUSED,
     TOLERANCE,
     Recorder,
+    decode,
+    difference,
     finish,
+    random_tokens,
     run_type,
+    scan,
 )
 from models.command import RESULTS, main, read
-from models.reference import decode, difference, random_tokens, scan
 from models.tiny import SIZES, TYPES, build, config_of
 from quire.cli.plan_report import PlanOptions, plan_report
 from quire.config.generation_request import GenerationRequest
@@ -52,9 +55,7 @@ BY_TYPE = {one["type"]: one for one in KNOWN["types"]}
 
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_sampled_type_is_equal_to_transformers(model_type):
-    codes = ["int8"] if model_type in WITH_CODES else []
-    found = run_type(model_type, [*SAMPLED_CASES, *codes])
-
+    found = run_type(model_type, [*SAMPLED_CASES, *(["int8"] if model_type in WITH_CODES else [])])
     assert found.result == BY_TYPE[model_type]["result"] == EQUAL, found.why
 
 
@@ -100,7 +101,6 @@ def test_hybrids_in_bfloat16_differ_by_less_than_their_rounding(model_type, tmp_
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_type_has_the_committed_result(model_type):
     found = run_type(model_type)
-
     assert found.result == BY_TYPE[model_type]["result"], found.why
 
 
@@ -133,7 +133,6 @@ def test_every_refusal_states_a_reason_and_every_equal_type_its_control():
 
 def test_sizes_of_a_tiny_config_are_those_of_all_types():
     config = config_of("gpt_oss")
-
     assert config.num_key_value_heads == SIZES["num_key_value_heads"]
     assert config.layer_types == ["sliding_attention", "full_attention"] * 2
 
@@ -141,9 +140,7 @@ def test_sizes_of_a_tiny_config_are_those_of_all_types():
 def test_sweep_repeats_no_type_of_its_file_and_writes_json_last(tmp_path, capsys):
     out = tmp_path / "models.jsonl"
 
-    codes = [main(["bert", "--out", str(out)]) for _ in range(2)]
-
-    assert codes == [0, 0]
+    assert [main(["bert", "--out", str(out)]) for _ in range(2)] == [0, 0]
     *_, total, last = capsys.readouterr().out.splitlines()
     assert total.startswith("1 types")
     assert json.loads(last)["totals"]["not text decoders"] == 1

@@ -152,11 +152,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
 
 
 def config_of(model_type: str) -> PreTrainedConfig:
-    """The config of a tiny model, with at least two layers of each kind that the type has.
-
-    Args:
-        model_type: one of `TYPES`.
-    """
+    """The config of a tiny model, with at least two layers of each kind that the type has."""
     made = CONFIG_MAPPING[model_type]
     default = made()
     values = _small(default)

@@ -74,7 +74,6 @@ def test_table_1_has_correct_bytes_but_no_recompute_time(
 def test_tables_3_and_4_are_consistent(name, prompt, generated, cache, base_s, base, kvpr_s, kvpr):
     """Cache: 64 rows of all tokens. Tokens a second: 64 * (generated - 1) / seconds."""
     kv_bytes = 64 * (prompt + generated) * MODELS[name].kv_bytes_per_token(2)
-
     assert kv_bytes / GIB == pytest.approx(cache, abs=0.001)
     assert 64 * (generated - 1) / base_s == pytest.approx(base, rel=1e-3)
     assert 64 * (generated - 1) / kvpr_s == pytest.approx(kvpr, rel=1e-3)
@@ -83,7 +82,6 @@ def test_tables_3_and_4_are_consistent(name, prompt, generated, cache, base_s, b
 def test_highest_gains_are_printed_correctly():
     """35.8 % less latency at 128 + 128 tokens of OPT-6.7B."""
     cuts = {run[:3]: 1 - run[6] / run[4] for run in RUNS}
-
     assert max(cuts.values()) == pytest.approx(0.358, abs=0.001)
     assert max(cuts, key=lambda run: cuts[run]) == ("6.7B", 128, 128)
 
@@ -125,8 +123,7 @@ def test_table_2_has_correct_weights_and_one_wrong_cache_size():
     ]
     tokens = 3 * MIB / (OPT_6_7B.kv_values_per_layer_token * 2)
     assert tokens == 192  # neither the prompt's 256 nor the 320 at the end
-    weights_bytes = 32 * 12 * OPT_6_7B.hidden_size**2 * 2
-    assert weights_bytes * 1.761 / 1e9 == pytest.approx(22.7, abs=0.1)
+    assert (32 * 12 * OPT_6_7B.hidden_size**2 * 2) * 1.761 / 1e9 == pytest.approx(22.7, abs=0.1)
 
 
 def test_figure_12_starts_at_82_not_at_182():
@@ -149,6 +146,5 @@ def test_table_5_has_the_highest_gain_at_the_longest_prompt():
     base = (50.057, 46.779, 29.614, 28.650, 15.778, 16.194)
     kvpr = (53.976, 49.860, 33.666, 32.277, 18.285, 18.108)
     gains = [b / a for a, b in zip(base, kvpr, strict=True)]
-
     assert max(gains) == pytest.approx(1.159, abs=0.001)
     assert gains.index(max(gains)) == 4

@@ -7,9 +7,14 @@ tests use the formula and state the printed values.
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from quire.kv.memory import KVMemory, NoBytes
+from quire.kv.sharing import fork
+from quire.layout.codec_names import codec_spec
 from quire.layout.model import ModelSpec
+from quire.layout.pages import CacheLayout, LaneGroup, kv_pages
 from quire.plan.capacity import (
     CapacityVerdict,
     MemoryLayout,
@@ -18,6 +23,7 @@ from quire.plan.capacity import (
     estimate_activation_peak,
 )
 from quire.plan.roofline import crossover_batch, decode_step
+from quire.scheduler.peaks import Need, Peaks
 from support.offload_shapes import opt
 
 pytestmark = pytest.mark.paper
@@ -29,17 +35,10 @@ FP16 = 2
 
 def llama(**changes: Any) -> ModelSpec:
     """Llama 3 8B, unless changed. The context is that of Llama 3.1."""
-    config = {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128_256,
-        "max_position_embeddings": 131_072,
-    }
-    return ModelSpec.from_config(config | changes)
+    sizes = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14_336}
+    sizes |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes |= {"vocab_size": 128_256, "max_position_embeddings": 131_072}
+    return ModelSpec.from_config(sizes | changes)
 
 
 LLAMA_1B = llama(
@@ -79,14 +78,12 @@ def test_opt_175b_needs_4608_gib_at_batch_128():
 def test_one_layer_of_opt_at_batch_32_and_1024_tokens(hidden: int, mebibytes: int):
     """KVPR, table 1: 2 * hidden * 2 B * 1024 * 32 = 131,072 * hidden B: 512, 640, 896 MiB."""
     layer = opt(layers=1, heads=hidden // 128, hidden=hidden)
-
     assert 32 * layer.kv_bytes(1024, FP16) == mebibytes * MIB
 
 
 def test_mistral_kv_is_bounded_by_its_window():
     """2 * 32 * 8 * 128 * 2 B = 128 KiB a token, at most 4096 of them: 512 MiB a sequence."""
     mistral = llama(model_type="mistral", vocab_size=32_000, sliding_window=4096)
-
     assert mistral.kv_bytes(2048, FP16) == 256 * MIB
     assert mistral.kv_bytes(4096, FP16) == 512 * MIB
     assert mistral.kv_bytes(32_768, FP16) == 512 * MIB
@@ -190,7 +187,6 @@ def test_short_sequences_need_no_management():
 def test_small_models_need_little_management():
     """1B, batch 64, 4096 tokens: 2 * 16 * 8 * 64 * 4096 * 64 * 2 B = 8 GiB (printed: 4.3 GB)."""
     verdict = assess(LLAMA_1B, memory_of(A100, LLAMA_1B), 2048, 2048, 64)
-
     assert LLAMA_1B.weight_bytes(FP16) == pytest.approx(2.5e9, rel=0.02)
     assert verdict.kv_bytes == 8 * GIB
     assert verdict.impact == "low-medium"
@@ -201,7 +197,6 @@ def test_small_models_need_little_management():
 def test_prefill_dominated_work_needs_no_management_at_any_batch(batch: int):
     """Classification of 2,000 tokens with 8 of output: decoding is a few percent of the time."""
     verdict = assess(LLAMA_8B, memory_of(A100, LLAMA_8B), 2000, 8, batch)
-
     assert verdict.decode_share < 0.1
     assert verdict.impact == "low"
     assert "prefill dominates" in verdict.reasons[0]
@@ -224,7 +219,6 @@ SCENARIOS = {
 def test_six_scenarios_have_the_printed_impact(name: str, model: ModelSpec, total_bytes: int):
     edge, typical, impact = SCENARIOS[name]
     memory = memory_of(total_bytes, model)
-
     assert assess(model, memory, *edge).impact == impact
     assert assess(model, memory, *typical).impact == impact
 
@@ -240,3 +234,53 @@ def test_sixth_scenario_is_a_small_model():
 
     assert [verdict.impact for verdict in verdicts] == ["low-medium"] * 3
     assert assess(LLAMA_1B, memory, 512, 512, 16).impact == "low"
+
+
+# ---- shared pages of beams, with the values of the article ---------------------------------------
+
+WIDTH, TOKENS, DIVERGED = 4, 2048, 50
+
+
+class CountedCopies(NoBytes):
+    num_pages = 0
+
+    def copy_pages(self, page_class, source, target):
+        self.num_pages += len(source)
+
+
+def beams_in_memory(page_tokens: int) -> KVMemory:
+    """Four beams of 2048 tokens, the last 50 of which differ."""
+    codec = codec_spec("bfloat16")
+    page = kv_pages(key=codec, value=codec, head_dim=64, heads=1, tokens=page_tokens)
+    layout = CacheLayout((LaneGroup(name="full", page_class=page, layers=(0,)),))
+    memory = KVMemory(layout, 2 * WIDTH * TOKENS * page.page_bytes, WIDTH, store=CountedCopies())
+    rows = [memory.start()]
+    memory.grow(np.array(rows), np.array([TOKENS - DIVERGED], dtype=np.int32))
+    rows += [fork(memory, rows[0]) for _ in range(WIDTH - 1)]
+    for _ in range(DIVERGED):
+        memory.grow(np.array(rows), np.ones(WIDTH, dtype=np.int32))
+    memory.check()
+    return memory
+
+
+@pytest.mark.parametrize(("page_tokens", "ratio", "copies"), [(1, 1.0732, 0), (16, 1.0938, 3)])
+def test_four_beams_use_few_more_pages_than_one_sequence(page_tokens, ratio, copies):
+    """Printed: "approximately 1.05x" for width 4 where the last 50 of 2048 tokens differ.
+
+    By tokens it is 1998 shared + 4 * 50 = 2198 of 2048: 1.073, so 1.05 is below the floor. With
+    pages of 16 tokens, 1998 tokens fill 124 pages and 14 slots of one more, which is copied three
+    times and finally belongs to the first beam. Each beam has 128 pages, 4 of them its own:
+    124 + 4 * 4 = 140 of 128: 1.094, as in the article's own formula.
+    """
+    memory = beams_in_memory(page_tokens)
+    [pool] = memory.pools.values()
+
+    assert pool.num_used / (TOKENS // page_tokens) == pytest.approx(ratio, abs=1e-4)
+    assert memory.store.num_pages == copies
+
+
+def test_admission_bound_of_forked_beams_equals_their_pages():
+    """124 whole pages of the shared part once, 4 for each beam."""
+    peaks = Peaks(beams_in_memory(16), TOKENS)
+    assert peaks.forked_counts(TOKENS - DIVERGED, [Need(TOKENS)] * WIDTH).tolist() == [140]
+    assert peaks.forked_counts(TOKENS - DIVERGED, [Need(TOKENS)]).tolist() == [128]

@@ -49,10 +49,8 @@ def outputs(path):
 
 def test_records_are_those_of_one_engine_in_the_order_of_the_lines(source, tmp_path):
     alone, on_ray = tmp_path / "alone.jsonl", tmp_path / "ray.jsonl"
-
     batch(source, alone, *QUICK)
     batch(source, on_ray, *QUICK, *ON_RAY)
-
     assert outputs(on_ray) == sorted(outputs(alone))
 
 
@@ -90,9 +88,6 @@ def test_the_program_of_the_guide(tmp_path):
     program = tmp_path / "program.py"
     [code] = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     program.write_text(f"{START}{code}\nray.shutdown()\n")
-
     status, output = run(program)
-
     assert status == 0, output
-    printed = re.findall(r"^(\d+) ", output, re.MULTILINE)
-    assert set(map(int, printed)) >= set(range(100))
+    assert set(map(int, re.findall(r"^(\d+) ", output, re.MULTILINE))) >= set(range(100))

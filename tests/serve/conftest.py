@@ -17,6 +17,10 @@ from quire.serve.config import ServerConfig
 
 PATIENCE_S = 120.0
 PROMPT = "<|doc|>Once upon a time"
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+USER = {"role": "user", "content": "Once upon a time"}
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="session")
@@ -50,47 +54,57 @@ def serve(llm):
 
 
 @pytest.fixture
-def post(serve):
-    """Send one request to a new application."""
+def send(serve):
+    """Send requests to one new application, each after the last one's response.
 
-    def send(path, **body):
+    A request is its method, its path and options of httpx.
+    """
+
+    def run(*calls, **options):
+        async def main(client):
+            return [await client.request(method, path, **fields) for method, path, fields in calls]
+
+        return serve(main, **options)
+
+    return run
+
+
+@pytest.fixture
+def get(send):
+    """Read one path of a new application."""
+    return lambda path, headers=None, **options: send(
+        ("GET", path, {"headers": headers}), **options
+    )[0]
+
+
+@pytest.fixture
+def post(send):
+    """Send one body to a new application."""
+
+    def one(path, **body):
         content = json.dumps(body)  # ASCII: httpx cannot encode a lone surrogate
-        headers = {"content-type": "application/json"}
-        return serve(lambda client: client.post(path, content=content, headers=headers))
+        return send(("POST", path, {"content": content, "headers": JSON}))[0]
 
-    return send
+    return one
 
 
 @pytest.fixture
 def complete(post):
     """The body of a completion that must succeed."""
-
-    def send(**body):
-        response = post("/v1/completions", **{"prompt": PROMPT, "max_tokens": 4} | body)
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    return send
+    return lambda **body: ok(post(COMPLETIONS, **{"prompt": PROMPT, "max_tokens": 4} | body))
 
 
 @pytest.fixture
 def chat(post):
     """The body of a chat that must succeed."""
-
-    def send(**body):
-        messages = [{"role": "user", "content": "Once upon a time"}]
-        response = post("/v1/chat/completions", **{"messages": messages, "max_tokens": 4} | body)
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    return send
+    return lambda **body: ok(post(CHATS, **{"messages": [USER], "max_tokens": 4} | body))
 
 
 @pytest.fixture
 def stream(post):
     """The chunks of a stream, without the [DONE] that must end it."""
 
-    def send(path, **body):
+    def run(path, **body):
         response = post(path, stream=True, **body)
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -98,7 +112,34 @@ def stream(post):
         assert (done, rest) == ("data: [DONE]", "")
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
-    return send
+    return run
+
+
+def ok(response):
+    """The JSON of a response that must succeed."""
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def error_of(response, status):
+    """The error of a small response; its format is checked."""
+    assert response.status_code == status, response.text
+    assert len(response.content) < 2_000
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["code"] == status
+    return body["error"]
+
+
+def post_to(llm, path, body, headers=None, **options):
+    """The response of a new application of any engine."""
+
+    async def main():
+        async with client_of(llm, **options) as client:
+            return await client.post(path, json=body, headers=headers)
+
+    return asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
 def refused(response, param):

@@ -38,8 +38,7 @@ def running_server(llm):
 def url(llm):
     large = LLM(llm.model, kv=KVConfig(memory="64MiB"))
     with pytest.MonkeyPatch.context() as patch:
-        template = TEMPLATE.read_text(encoding="utf-8")
-        patch.setattr(large.model.tokenizer, "chat_template", template)
+        patch.setattr(large.model.tokenizer, "chat_template", TEMPLATE.read_text(encoding="utf-8"))
         with running_server(large) as address:
             yield address
     assert not large.engine.has_work
@@ -49,7 +48,6 @@ def url(llm):
 def test_unmodified_client_passes_its_checks(url, name):
     script = SCRIPTS / f"{name}_client.py"
     done = subprocess.run([sys.executable, script, url], capture_output=True, text=True)
-
     checks = [json.loads(line) for line in done.stdout.splitlines()]
     assert [check for check in checks if not check["passed"]] == []
     assert done.returncode == 0, done.stderr

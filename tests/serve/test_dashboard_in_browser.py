@@ -135,7 +135,6 @@ def module(page, name, body):
 
 def test_numbers_are_written_with_units_and_ordinals(open_page, url):
     page = open_page(f"{url}/dashboard")
-
     ordinals = module(page, "format", "[1, 2, 3, 4, 11, 12, 13, 21, 102].map(m.ordinal)")
     assert ordinals == ["1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd"]
     times = module(page, "format", "[59.94, 60, 200, 3600, 9000].map(m.seconds)")

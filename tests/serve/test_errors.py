@@ -1,25 +1,14 @@
 """Refused requests: status codes, error format, `param` and message."""
 
-import httpx
 import pytest
 
 from quire.errors import InvariantError
+from serve.conftest import CHATS, COMPLETIONS, JSON, PROMPT, USER, error_of
 
-PROMPT = "<|doc|>Once upon a time"
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-MESSAGES = [{"role": "user", "content": "Hello"}]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
-
-
-def error_of(response: httpx.Response, status: int) -> dict[str, object]:
-    """The error object; its format and a small response are checked."""
-    assert response.status_code == status, response.text
-    assert len(response.content) < 2_000
-    body = response.json()
-    assert set(body) == {"error"}
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    assert body["error"]["code"] == status
-    return body["error"]
+STRICT = {"limit_max_tokens": False}
+BEAMS = {"use_beam_search": True}
+LONG_NAME = "max_completion_tokens"
 
 
 @pytest.mark.parametrize(
@@ -37,21 +26,9 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
         ({"prompt": [5_000]}, "prompt", "from 0 to 2047"),
         ({"prompt": [-1], "echo": True}, "prompt", "2047"),
         ({"prompt": [3] * 5_000}, "prompt", "context"),
-        (
-            {"max_tokens": 1_000, "limit_max_tokens": False},
-            "max_tokens",
-            "B of KV, the whole KV memory has",
-        ),
-        (
-            {"max_tokens": 1_000, "stream": True, "limit_max_tokens": False},
-            "max_tokens",
-            "the whole KV memory has",
-        ),
-        (
-            {"max_tokens": 5_000, "limit_max_tokens": False},
-            "max_tokens",
-            "tokens that fit into the KV memory after a prompt",
-        ),
+        (STRICT | {"max_tokens": 1_000}, "max_tokens", "B of KV, the whole KV memory has"),
+        (STRICT | {"max_tokens": 1_000, "stream": True}, "max_tokens", "the whole KV memory has"),
+        (STRICT | {"max_tokens": 5_000}, "max_tokens", "fit into the KV memory after a prompt"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens=0"),
         ({"max_tokens": "many"}, "max_tokens", "integer"),
         ({"temperature": -1}, "temperature", "temperature"),
@@ -74,58 +51,38 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
         ({"best_of": 2, "n": 3}, "best_of", "less than n=3"),
         ({"suffix": "the end"}, "suffix", "not supported"),
         ({"length_penalty": 2.0}, "length_penalty", "is an option of beam search"),
-        (
-            {"max_completion_tokens": 1_000, "limit_max_tokens": False},
-            "max_completion_tokens",
-            "lower max_completion_tokens",
-        ),
-        ({"max_completion_tokens": 1, "min_tokens": 2}, "min_tokens", "min_tokens=2 is more than"),
+        (STRICT | {LONG_NAME: 1_000}, LONG_NAME, "lower max_completion_tokens"),
+        ({LONG_NAME: 1, "min_tokens": 2}, "min_tokens", "min_tokens=2 is more than"),
         ({"min_tokens": 17}, "min_tokens", "more than max_tokens=16"),
         ({"prompt": [3] * 600, "max_tokens": 1}, "prompt", "600 prompt tokens"),
         ({"prompt": [3] * 600, "max_tokens": 0, "echo": True}, "prompt", "600 prompt tokens"),
         ({"prompt": [3] * 4_096}, "prompt", "fill the model's whole context"),
-        (
-            {"prompt": [3] * 500, "max_tokens": 100, "limit_max_tokens": False},
-            "max_tokens",
-            "500 prompt tokens",
-        ),
-        ({"prompt": [3] * 500, "limit_max_tokens": False}, "prompt", "500 prompt tokens"),
+        (STRICT | {"prompt": [3] * 500, "max_tokens": 100}, "max_tokens", "500 prompt tokens"),
+        (STRICT | {"prompt": [3] * 500}, "prompt", "500 prompt tokens"),
         ({"evict": "nothing"}, "evict", "unknown eviction policy"),
         ({"evict": ""}, "evict", "expected a policy"),
         ({"evict": "h2o:cap=4"}, "evict", "this engine serves full"),
-        ({"use_beam_search": True, "n": 128}, "n", "128 beams"),
-        ({"use_beam_search": True, "beam_width": 100}, "beam_width", "100 beams"),
-        (
-            {"use_beam_search": True, "beam_width": 2, "n": 3},
-            "beam_width",
-            "beam_width=2 is less than n=3",
-        ),
-        ({"use_beam_search": True, "beam_width": 2, "best_of": 3}, "beam_width", "both set"),
-        (
-            {"use_beam_search": True, "max_tokens": 0, "echo": True},
-            "max_tokens",
-            "raise max_tokens",
-        ),
-        ({"use_beam_search": True, "stop": ["a"]}, "stop", "stop is not supported"),
-        (
-            {"use_beam_search": True, "temperature": 1},
-            "temperature",
-            "an option of random sampling",
-        ),
-        ({"use_beam_search": True, "top_p": 0.5}, "top_p", "an option of random sampling"),
+        (BEAMS | {"n": 128}, "n", "128 beams"),
+        (BEAMS | {"beam_width": 100}, "beam_width", "100 beams"),
+        (BEAMS | {"beam_width": 2, "n": 3}, "beam_width", "beam_width=2 is less than n=3"),
+        (BEAMS | {"beam_width": 2, "best_of": 3}, "beam_width", "both set"),
+        (BEAMS | {"max_tokens": 0, "echo": True}, "max_tokens", "raise max_tokens"),
+        (BEAMS | {"stop": ["a"]}, "stop", "stop is not supported"),
+        (BEAMS | {"temperature": 1}, "temperature", "an option of random sampling"),
+        (BEAMS | {"top_p": 0.5}, "top_p", "an option of random sampling"),
         ({"beam_width": 2}, "beam_width", "is an option of beam search"),
         ({"cache_salt": "\n"}, "cache_salt", "printable"),
         ({"cache_salt": "\u200b"}, "cache_salt", "printable"),
     ],
 )
 def test_invalid_completion_is_refused(post, options, param, message):
-    body = {"prompt": PROMPT} | options
-
-    error = error_of(post(COMPLETIONS, **body), 400)
-
-    assert error["type"] == "BadRequestError"
-    assert error["param"] == param
+    error = error_of(post(COMPLETIONS, **{"prompt": PROMPT} | options), 400)
+    assert (error["type"], error["param"]) == ("BadRequestError", param)
     assert message in error["message"]
+
+
+def said(content):
+    return {"messages": [{"role": "user", "content": content}]}
 
 
 @pytest.mark.slow
@@ -137,7 +94,7 @@ def test_invalid_completion_is_refused(post, options, param, message):
         (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1_000, "use_beam_search": True}),
         (COMPLETIONS, {"prompt": [3] * 500, "max_tokens": 100}),
         (COMPLETIONS, {"prompt": [PROMPT, PROMPT], "max_tokens": 1_000}),
-        (CHATS, {"messages": MESSAGES, "max_completion_tokens": 1_000}),
+        (CHATS, {"messages": [USER], "max_completion_tokens": 1_000}),
     ],
 )
 def test_output_longer_than_the_kv_memory_is_limited_and_says_so(post, endpoint, body):
@@ -157,7 +114,6 @@ def test_output_longer_than_the_kv_memory_is_limited_and_says_so(post, endpoint,
 
 def test_output_that_fits_has_no_limit(post):
     usage = post(COMPLETIONS, prompt=PROMPT, max_tokens=4).json()["usage"]
-
     assert not {"max_tokens", "max_tokens_limit"} & set(usage)
 
 
@@ -167,42 +123,29 @@ def test_output_that_fits_has_no_limit(post):
         ({"messages": []}, "messages", "messages: expected at least 1 item, got 0"),
         ({"messages": [{"content": "x"}]}, "messages.0.role", "required"),
         (
-            {"messages": [*MESSAGES, {"role": "usr", "content": "x"}]},
+            {"messages": [USER, USER | {"role": "usr"}]},
             "messages.1.role",
             "expected system, developer, user, assistant, tool or function, got 'usr'",
         ),
+        ({"messages": [USER, {"role": "user", "contnt": "x"}]}, "messages.1.contnt", "`content`"),
+        (said(5), "messages.0.content", "got 5"),
+        (said([{"type": "text"}]), "messages.0.content.0.text", "required"),
         (
-            {"messages": [*MESSAGES, {"role": "user", "contnt": "x"}]},
-            "messages.1.contnt",
-            "`content`",
-        ),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "got 5"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            "messages.0.content.0.text",
-            "required",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            said([IMAGE]),
             "messages.0.content.0.type",
             "messages.0.content.0.type: expected text, got image_url: images, audio and files are "
             "not supported",
         ),
-        ({"messages": MESSAGES * 16_385}, "messages", "at most 16384"),
-        (
-            {"messages": [{"role": "user", "content": "\ud800"}]},
-            "messages.0.content",
-            "not Unicode",
-        ),
-        ({"messages": [{"role": "user", "content": "a"}] * 3_000}, "messages", "prompt tokens"),
-        ({"max_tokens": 1_000, "limit_max_tokens": False}, "max_tokens", "lower max_tokens"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens=0"),
+        ({"messages": [USER] * 16_385}, "messages", "at most 16384"),
+        (said("\ud800"), "messages.0.content", "not Unicode"),
+        ({"messages": [USER] * 3_000}, "messages", "prompt tokens"),
+        (STRICT | {"max_tokens": 1_000}, "max_tokens", "lower max_tokens"),
+        ({LONG_NAME: 0}, LONG_NAME, "max_completion_tokens=0"),
         ({"top_logprobs": 2}, "top_logprobs", "needs `logprobs`"),
     ],
 )
 def test_invalid_chat_is_refused(post, options, param, message):
-    error = error_of(post(CHATS, **{"messages": MESSAGES} | options), 400)
-
+    error = error_of(post(CHATS, **{"messages": [USER]} | options), 400)
     assert error["param"] == param
     assert message in error["message"]
 
@@ -223,29 +166,20 @@ SHAPES = {
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
 @pytest.mark.parametrize("name", INTEGERS)
-def test_huge_integers_are_refused_by_name(serve, path, name):
+def test_huge_integers_are_refused_by_name(send, path, name):
     """With a temperature, because a greedy request does not read `top_k`."""
+    body = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": [USER]}
+    body |= {"temperature": 1, "max_tokens": 1}
+    shape = SHAPES.get(name, lambda number: number)
+    responses = send(*(("POST", path, {"json": body | {name: shape(n)}}) for n in HUGE))
 
-    async def main(client):
-        body = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": MESSAGES}
-        shape = SHAPES.get(name, lambda number: number)
-        base = body | {"temperature": 1, "max_tokens": 1}
-        bodies = [base | {name: shape(number)} for number in HUGE]
-        return [await client.post(path, json=body) for body in bodies]
-
-    for number, response in zip(HUGE, serve(main), strict=True):
+    for number, response in zip(HUGE, responses, strict=True):
         if name in ("seed", "deadline_s") and response.status_code == 200:
             assert 0 < number < 10**31  # 2**63 is a valid seed, and 10**30 s a valid time
             continue
         error = error_of(response, 400)
         assert str(error["param"]).startswith(name)
         assert name in error["message"]
-
-
-def test_largest_valid_integers_are_accepted(complete):
-    options = {"top_k": 2**31 - 1, "temperature": 1, "seed": 2**64 - 1, "priority": 2**63 - 1}
-
-    assert complete(**options, deadline_s=1e300)["usage"]["completion_tokens"] == 4
 
 
 UNUSABLE = ("1e-320", "1e-40", "NaN", "Infinity", "1e999", "-1e-320")
@@ -256,18 +190,15 @@ NUMBERS = (
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_that_float32_cannot_hold_are_refused_by_name(serve, name):
-    async def main(client):
-        headers = {"content-type": "application/json"}
-        template = '{{"7": {}}}' if name == "logit_bias" else "{}"
-        beams = ', "use_beam_search": true, "n": 2' if name == "length_penalty" else ""
-        bodies = [
-            f'{{"prompt": "Once", "{name}": {template.format(number)}{beams}}}'
-            for number in UNUSABLE
-        ]
-        return [await client.post(COMPLETIONS, content=b, headers=headers) for b in bodies]
+def test_numbers_that_float32_cannot_hold_are_refused_by_name(send, name):
+    template = '{{"7": {}}}' if name == "logit_bias" else "{}"
+    beams = ', "use_beam_search": true, "n": 2' if name == "length_penalty" else ""
+    values = [template.format(number) for number in UNUSABLE]
+    contents = [f'{{"prompt": "Once", "{name}": {value}{beams}}}' for value in values]
 
-    for response in serve(main):
+    for response in send(
+        *(("POST", COMPLETIONS, {"content": c, "headers": JSON}) for c in contents)
+    ):
         error = error_of(response, 400)
         assert error["param"] in (name, f"{name}.7")
         assert name in error["message"]
@@ -276,16 +207,15 @@ def test_numbers_that_float32_cannot_hold_are_refused_by_name(serve, name):
 @pytest.mark.parametrize(
     "options",
     [
-        {"repetition_penalty": 1e-6},
-        {"repetition_penalty": 1e6},
-        {"temperature": 1e-38 * 2},
-        {"temperature": 3e38},
-        {"use_beam_search": True, "n": 2, "length_penalty": 10, "max_tokens": 8},
-        {"use_beam_search": True, "n": 2, "length_penalty": -10, "max_tokens": 8},
+        *({"repetition_penalty": 1e-6}, {"repetition_penalty": 1e6}),
+        *({"temperature": 1e-38 * 2}, {"temperature": 3e38}),
+        *(BEAMS | {"n": 2, "length_penalty": p, "max_tokens": 8} for p in (10, -10)),
+        {"top_k": 2**31 - 1, "temperature": 1, "seed": 2**64 - 1, "priority": 2**63 - 1},
+        {"deadline_s": 1e300},
     ],
 )
 def test_range_limits_are_accepted(complete, options):
-    assert complete(ignore_eos=True, seed=1, **options)["usage"]["completion_tokens"] >= 4
+    assert complete(**{"ignore_eos": True, "seed": 1} | options)["usage"]["completion_tokens"] >= 4
 
 
 @pytest.mark.parametrize(
@@ -304,22 +234,27 @@ def test_field_of_wrong_type_is_refused_with_its_value(post, options, message):
     assert error_of(post(COMPLETIONS, prompt=PROMPT, **options), 400)["message"] == message
 
 
-def test_unknown_model_is_not_found(post):
-    for path, body in ((COMPLETIONS, {"prompt": PROMPT}), (CHATS, {"messages": MESSAGES})):
-        error = error_of(post(path, model="gpt-9", **body), 404)
-
-        assert error["type"] == "NotFoundError"
-        assert error["message"].startswith("The model `gpt-9` does not exist.")
+@pytest.mark.parametrize(
+    ("path", "body"), [(COMPLETIONS, {"prompt": PROMPT}), (CHATS, {"messages": [USER]})]
+)
+def test_unknown_model_is_not_found(post, path, body):
+    error = error_of(post(path, model="gpt-9", **body), 404)
+    assert error["type"] == "NotFoundError"
+    assert error["message"].startswith("The model `gpt-9` does not exist.")
 
 
 def test_large_invalid_request_has_a_small_response(post):
-    error_of(post(COMPLETIONS, prompt=PROMPT, model="\ud800" * 100_000), 400)
-    error_of(post(COMPLETIONS, prompt=PROMPT, model="\x00" * 100_000), 404)
-    error_of(post(COMPLETIONS, prompt=[["x"]] * 50_000), 400)
-    error_of(post(COMPLETIONS, prompt=PROMPT, stop=[1] * 10_000), 400)
-    error_of(post(COMPLETIONS, prompt=PROMPT, logit_bias={"k" * 50_000: "x"}), 400)
-    error_of(post(COMPLETIONS, prompt=PROMPT, seed=10**400), 400)
-    error_of(post(CHATS, messages=[{"role": 1}] * 10_000), 400)
+    for options, status in (
+        ({"model": "\ud800" * 100_000}, 400),
+        ({"model": "\x00" * 100_000}, 404),
+        ({"prompt": [["x"]] * 50_000}, 400),
+        ({"stop": [1] * 10_000}, 400),
+        ({"logit_bias": {"k" * 50_000: "x"}}, 400),
+        ({"seed": 10**400}, 400),
+        ({"messages": [{"role": 1}] * 10_000}, 400),
+    ):
+        path, body = (CHATS, {}) if "messages" in options else (COMPLETIONS, {"prompt": PROMPT})
+        error_of(post(path, **body | options), status)
 
 
 @pytest.mark.parametrize(
@@ -334,58 +269,41 @@ def test_large_invalid_request_has_a_small_response(post):
         (b"[1]", "body: expected a JSON object, got a list"),
     ],
 )
-def test_invalid_json_is_refused_with_the_position(serve, content, message):
-    async def main(client):
-        headers = {"content-type": "application/json"}
-        return await client.post(COMPLETIONS, content=content, headers=headers)
-
-    error = error_of(serve(main), 400)
+def test_invalid_json_is_refused_with_the_position(send, content, message):
+    [response] = send(("POST", COMPLETIONS, {"content": content, "headers": JSON}))
+    error = error_of(response, 400)
     assert message in error["message"]
     assert error["param"] is None
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS, "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", None])
-def test_body_without_json_content_type_is_refused(serve, path, content_type):
+def test_body_without_json_content_type_is_refused(send, path, content_type):
     headers = {} if content_type is None else {"content-type": content_type}
-
-    response = serve(lambda client: client.post(path, content=b'{"prompt": "a"}', headers=headers))
-
+    [response] = send(("POST", path, {"content": b'{"prompt": "a"}', "headers": headers}))
     error = error_of(response, 415)
     assert error["type"] == "UnsupportedMediaTypeError"
     assert "send the header Content-Type: application/json" in error["message"]
 
 
 @pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/x+JSON"])
-def test_json_content_types_are_accepted(serve, content_type):
-    headers = {"content-type": content_type}
-    body = b'{"prompt": "Once", "max_tokens": 1}'
-
-    response = serve(lambda client: client.post(COMPLETIONS, content=body, headers=headers))
-
-    assert response.status_code == 200
+def test_json_content_types_are_accepted(send, content_type):
+    body = {"content": b'{"prompt": "Once"}', "headers": {"content-type": content_type}}
+    assert send(("POST", COMPLETIONS, body))[0].status_code == 200
 
 
-def test_unknown_paths_and_methods_have_the_error_format(serve):
-    async def main(client):
-        return await client.get("/v1/images/generations"), await client.get(COMPLETIONS)
-
-    missing, wrong_method = serve(main)
-
-    error = error_of(missing, 404)
+def test_unknown_paths_and_methods_have_the_error_format(get):
+    error = error_of(get("/v1/images/generations"), 404)
     assert error["type"] == "NotFoundError"
-    assert (
-        error["message"] == "this server has no path /v1/images/generations: see /docs for its API"
-    )
-    message = error_of(wrong_method, 405)["message"]
-    assert message == f"{COMPLETIONS} does not take GET: use POST"
+    message = "this server has no path /v1/images/generations: see /docs for its API"
+    assert error["message"] == message
+    message = f"{COMPLETIONS} does not take GET: use POST"
+    assert error_of(get(COMPLETIONS), 405)["message"] == message
 
 
 def test_output_that_fails_by_the_options_of_its_request_is_a_bad_request(post, llm):
     eos = list(llm.model.generation.eos_token_ids)
-
     response = post(COMPLETIONS, prompt=PROMPT, allowed_token_ids=eos, min_tokens=2)
-
     assert "leave no token to sample" in error_of(response, 400)["message"]
 
 
@@ -410,19 +328,15 @@ def test_dead_engine_is_unhealthy_and_refuses_requests(serve, llm, monkeypatch):
         before = await client.get("/health")
         monkeypatch.setattr(llm.engine, "step", broken_step)
         body = {"prompt": PROMPT, "max_tokens": 1}
-        during = await client.post(COMPLETIONS, json=body)
-        after = await client.post(COMPLETIONS, json=body)
-        health = await client.get("/health")
-        ready = await client.get("/ready")
+        refusals = [await client.post(COMPLETIONS, json=body) for _ in range(2)]
+        after = [await client.get(path) for path in ("/health", "/ready")]
         monkeypatch.undo()
-        return before, during, after, health, ready
+        return before, refusals, after
 
-    before, during, after, health, ready = serve(main)
-
+    before, refusals, after = serve(main)
     assert (before.status_code, before.content) == (200, b"")
-    assert (health.status_code, health.content) == (503, b"")
-    assert (ready.status_code, ready.content) == (503, b"")
-    for response in (during, after):
+    assert [(one.status_code, one.content) for one in after] == [(503, b"")] * 2
+    for response in refusals:
         error = error_of(response, 503)
         assert error["type"] == "ServiceUnavailable"
         assert "off by one page" in error["message"]

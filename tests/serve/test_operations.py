@@ -1,14 +1,15 @@
-"""Operation of the server: back-pressure, CORS, TLS, large headers, keep-alives and the end."""
+"""Operation of the server: back-pressure, CORS, TLS, clients that leave, shutdown, crashes."""
 
 import asyncio
 import json
+import logging
 import re
 import signal
 import socket
 import ssl
 import subprocess
-import threading
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import pytest
@@ -24,7 +25,9 @@ from quire.serve.app import banner, concurrent_requests, create_app, uvicorn_con
 from quire.serve.config import ServerConfig
 from quire.serve.service import Service
 from quire.serve.tenant_keys import TenantKeys
-from serve.conftest import PATIENCE_S, PROMPT, wait_until
+from serve.conftest import CHATS, COMPLETIONS, PATIENCE_S, PROMPT, wait_until
+from support.busy_server import server_process
+from support.disconnecting import DisconnectingClient, until
 from support.forking import Program
 
 LONG = {"prompt": [5] * 8, "max_tokens": 300, "ignore_eos": True, "temperature": 0}
@@ -34,21 +37,16 @@ LONG = {"prompt": [5] * 8, "max_tokens": 300, "ignore_eos": True, "temperature":
 
 
 @pytest.mark.parametrize("option", ["max_num_queued_reqs", "max_num_queued_tokens"])
-def test_full_queue_is_refused_with_a_time_to_wait(serve, llm, option):
+def test_full_queue_is_refused_with_a_time_to_wait(serve, option):
     async def main(client):
-        many = [client.post("/v1/completions", json=LONG) for _ in range(40)]
-        return await asyncio.gather(*many)
+        return await asyncio.gather(*[client.post(COMPLETIONS, json=LONG) for _ in range(40)])
 
     responses = serve(main, **{option: 1})
-
-    refused = [r for r in responses if r.status_code == 503]
+    refused = [response for response in responses if response.status_code == 503]
     assert refused
-    assert all(1 <= int(r.headers["retry-after"]) <= 60 for r in refused)
-    assert (
-        "are waiting" in refused[0].json()["error"]["message"]
-        or "waiting requests" in (refused[0].json()["error"]["message"])
-    )
-    assert {r.status_code for r in responses} == {200, 503}
+    assert all(1 <= int(response.headers["retry-after"]) <= 60 for response in refused)
+    assert re.search("are waiting|waiting requests", refused[0].json()["error"]["message"])
+    assert {response.status_code for response in responses} == {200, 503}
 
 
 def test_retry_time_follows_the_rate(llm):
@@ -71,21 +69,16 @@ def test_retry_time_follows_the_rate(llm):
 
 
 def test_rate_of_served_requests_does_not_count_idle_time():
-    rate = ServedRate()
+    """Requests that end in one step took the time before it."""
+    rate, late = ServedRate(), ServedRate()
     assert rate.per_s == 0.0
     for _ in range(300):  # two requests end in every tenth step
         for step in range(10):
             rate.add(0.1, 2 * (step == 9))
+    late.add(8.0, 0)
+    late.add(2.0, 50)
 
-    assert rate.per_s == pytest.approx(2.0)
-
-
-def test_requests_that_end_in_one_step_took_the_time_before_it():
-    rate = ServedRate()
-    rate.add(8.0, 0)
-    rate.add(2.0, 50)
-
-    assert rate.per_s == pytest.approx(5.0)
+    assert (rate.per_s, late.per_s) == (pytest.approx(2.0), pytest.approx(5.0))
 
 
 # ---- web pages -----------------------------------------------------------------------------------
@@ -97,37 +90,22 @@ PREFLIGHT = {
 }
 
 
-def test_preflight_of_an_allowed_origin_needs_no_key(serve):
-    from quire.serve.tenant_keys import TenantKeys
-
-    keys = TenantKeys({"a": ("sk-a-2f0c77d1",)})
-    response = serve(
-        lambda client: client.options("/v1/completions", headers=PREFLIGHT),
-        tenant_keys=keys,
-        allowed_origins=("https://chat.example",),
-    )
-
+def test_preflight_of_an_allowed_origin_needs_no_key(send):
+    origin, keys = "https://chat.example", TenantKeys({"a": ("sk-a-2f0c77d1",)})
+    call = ("OPTIONS", COMPLETIONS, {"headers": PREFLIGHT})
+    [response] = send(call, tenant_keys=keys, allowed_origins=(origin,))
     assert response.status_code == 200
-    assert response.headers["access-control-allow-origin"] == "https://chat.example"
+    assert response.headers["access-control-allow-origin"] == origin
 
 
-def test_other_origins_get_no_permission(serve):
+def test_other_origins_get_no_permission(get):
     for options in ({}, {"allowed_origins": ("https://other.example",)}):
-        response = serve(
-            lambda client: client.get("/version", headers={"origin": "https://chat.example"}),
-            **options,
-        )
+        response = get("/version", {"origin": "https://chat.example"}, **options)
         assert "access-control-allow-origin" not in response.headers
-
-
-def test_credentials_of_all_origins_are_refused():
-    with pytest.raises(ConfigError, match="allow-credentials"):
-        ServerConfig(allowed_origins=("*",), allow_credentials=True)
 
 
 def test_idle_connections_stay_open_longer_than_those_of_nginx(llm):
     default, short = ServerConfig(), ServerConfig(timeout_keep_alive=2.5)
-
     assert uvicorn_config(create_app(llm, default), default).timeout_keep_alive > 60
     assert uvicorn_config(create_app(llm, short), short).timeout_keep_alive == 2.5
 
@@ -152,7 +130,6 @@ def certificate(tmp_path_factory):
 
 def test_tls_files_are_checked_before_the_start(llm, tmp_path):
     config = ServerConfig(ssl_certfile=str(tmp_path / "none.pem"))
-
     with pytest.raises(ConfigError, match=r"cannot use --ssl-certfile .*none\.pem"):
         uvicorn_config(create_app(llm, config), config)
     with pytest.raises(ConfigError, match="expected --ssl-certfile with"):
@@ -173,6 +150,9 @@ class Server(Program):
             assert line, self.stderr.read()
             self.lines.append(line)
         self.url = self.lines[-1].split()[-1].removesuffix("/v1")
+        self.completions = f"{self.url}{COMPLETIONS}"
+        host, port = self.url.rpartition("/")[2].split(":")
+        self.address = host, int(port)
 
     def __enter__(self):
         return self
@@ -180,20 +160,24 @@ class Server(Program):
     def __exit__(self, *_):
         self.close()
 
+    def status(self, path):
+        return httpx.get(f"{self.url}{path}").status_code
+
+    def drain(self):
+        self.send_signal(signal.SIGTERM)
+        wait_until(lambda: self.status("/ready") == 503)
+
 
 @pytest.mark.slow
 def test_dead_engine_ends_the_process_with_an_error():
     body = LONG | {"prompt": "Once upon a time", "max_tokens": 400}
     with Server(dies=True) as server:
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
-        health = httpx.get(f"{server.url}/health").status_code
-        code = server.wait(PATIENCE_S)
+        answer = httpx.post(server.completions, json=body, timeout=PATIENCE_S)
+        health, code = server.status("/health"), server.wait(PATIENCE_S)
         log = server.stderr.read()
 
-    assert answer.status_code == 503
+    assert (answer.status_code, health, code) == (503, 503, 2)
     assert "a broken kernel" in answer.json()["error"]["message"]
-    assert health == 503
-    assert code == 2
     assert "the server shuts down with an error" in log
 
 
@@ -201,45 +185,37 @@ def test_dead_engine_ends_the_process_with_an_error():
 def test_stopped_server_finishes_running_requests():
     body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
     with Server(served_model_name="tiny") as server:
-        url = f"{server.url}/v1/completions"
+        url = server.completions
         with httpx.stream("POST", url, json=body, timeout=PATIENCE_S) as response:
             lines = response.iter_lines()
-            first = next(lines)
-            ready = httpx.get(f"{server.url}/ready").status_code
-            server.send_signal(signal.SIGTERM)
-            wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
-            health = httpx.get(f"{server.url}/health").status_code
-            refused = httpx.post(url, json=body)
-            rest = [line for line in lines if line]
-        code = server.wait(PATIENCE_S)
-        remaining = server.stdout.read()
+            first, ready = next(lines), server.status("/ready")
+            server.drain()
+            health, refused = server.status("/health"), httpx.post(url, json=body)
+            *_, finished, done = [line for line in lines if line]
+        code, remaining = server.wait(PATIENCE_S), server.stdout.read()
 
     assert server.lines[-1].startswith("Serving tiny at http://127.0.0.1:")
     assert '"text"' in first
     assert (ready, health) == (200, 200)
     assert (refused.status_code, refused.json()["error"]["type"]) == (503, "ServiceUnavailable")
     assert "shutting down" in refused.json()["error"]["message"]
-    assert '"finish_reason": "length"' in rest[-2]
-    assert rest[-1] == "data: [DONE]"
-    assert code == 0
-    assert remaining == ""
+    assert '"finish_reason": "length"' in finished
+    assert (done, code, remaining) == ("data: [DONE]", 0, "")
 
 
 def test_second_signal_ends_open_requests():
     body = LONG | {"max_tokens": 1900, "stream": True}
     with (
         Server(shutdown_timeout=600.0, memory="32MiB") as server,
-        httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S) as got,
+        httpx.stream("POST", server.completions, json=body, timeout=PATIENCE_S) as got,
     ):
         assert got.status_code == 200
         lines = got.iter_lines()
         next(lines)
-        server.send_signal(signal.SIGTERM)
-        wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+        server.drain()
         server.send_signal(signal.SIGTERM)
         text = "\n".join(lines)
-        code = server.wait(PATIENCE_S)
-        log = server.stderr.read()
+        code, log = server.wait(PATIENCE_S), server.stderr.read()
 
     assert code == 0
     assert "the server has shut down before the request ended" in text
@@ -248,34 +224,33 @@ def test_second_signal_ends_open_requests():
 
 def test_requests_over_the_shutdown_timeout_get_an_error_and_no_traceback():
     whole = LONG | {"max_tokens": 1900}
-    found = {}
+    endless = json.dumps(whole | {"stream": True, "n": 8, "logprobs": 5})
+    unread = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    unread += f"Content-Length: {len(endless)}\r\n\r\n{endless}"
 
-    def post(name, body):
-        found[name] = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
+    def post(body):
+        return httpx.post(server.completions, json=body, timeout=PATIENCE_S)
 
-    with Server(shutdown_timeout=1.0, memory="32MiB") as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        bodies = {"whole": whole, "stream": whole | {"stream": True}}
-        threads = [threading.Thread(target=post, args=pair) for pair in bodies.items()]
-        for thread in threads:
-            thread.start()
+    with Server(shutdown_timeout=1.0, memory="32MiB") as server, ThreadPoolExecutor() as pool:
+        calls = [pool.submit(post, body) for body in (whole, whole | {"stream": True})]
         wait_until(lambda: open_requests(server) == 2)
         with (
-            slow_reader(host, int(port), whole | {"stream": True, "n": 8, "logprobs": 5}),
+            socket.socket() as client,  # never reads its stream
             httpx.stream("GET", f"{server.url}/v1/kv/events/stream", timeout=PATIENCE_S) as events,
         ):
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            client.connect(server.address)
+            client.sendall(unread.encode())
             next(events.iter_lines())
             wait_until(lambda: open_requests(server) > 2)
             server.send_signal(signal.SIGTERM)
             code = server.wait(PATIENCE_S)
-        for thread in threads:
-            thread.join()
+        answer, streamed = (call.result() for call in calls)
         log = server.stderr.read()
 
-    assert code == 0
-    assert found["whole"].status_code == 503
-    assert found["whole"].json()["error"]["message"].startswith("the server has shut down before")
-    *_, error, done, _ = found["stream"].text.split("\n\n")
+    assert (code, answer.status_code) == (0, 503)
+    assert answer.json()["error"]["message"].startswith("the server has shut down before")
+    *_, error, done, _ = streamed.text.split("\n\n")
     assert '"code":503' in error.replace(" ", "")
     assert done == "data: [DONE]"
     assert "Traceback" not in log
@@ -291,24 +266,9 @@ def open_requests(server):
     return sum(map(float, found))
 
 
-@contextmanager
-def slow_reader(host, port, body):
-    """A client that never reads its stream."""
-    content = json.dumps(body)
-    request = (
-        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(content)}\r\n\r\n{content}"
-    )
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        client.connect((host, port))
-        client.sendall(request.encode())
-        yield
-
-
 def test_shutdown_without_open_requests_does_not_count_them():
     with Server() as server:
-        httpx.get(f"{server.url}/version")  # from now on signals are handled
+        server.status("/version")  # from now on signals are handled
         server.send_signal(signal.SIGTERM)
         server.wait(PATIENCE_S)
         log = server.stderr.read()
@@ -322,7 +282,6 @@ def test_tls_serves_https(certificate):
     with Server(**files, log_format="json") as server:
         context = ssl.create_default_context(cafile=f"{certificate}/cert.pem")
         answer = httpx.get(f"{server.url}/version", verify=context)
-
     assert server.url.startswith("https://")
     assert answer.status_code == 200
 
@@ -336,49 +295,38 @@ def idle():
 
 def test_start_names_model_memory_and_concurrency(idle):
     text = "".join(idle.lines)
-
     assert "Model: quire-tiny, float32 on cpu" in text
     assert "KV memory: 4,194,304 B (4.00 MiB), 256 pages of 16,384 B, float32" in text
     assert "Requests that the KV memory holds: 1 of 512 tokens, 0 of 2,048 tokens" in text
     assert "Sampling of requests that set none: temperature 0 (the model's)" in text
 
 
-def test_headers_over_the_limit_are_refused_as_json(idle):
-    host, port = idle.url.removeprefix("http://").split(":")
-    whole = httpx.get(f"{idle.url}/version", headers={"x": "a" * 70_000})
-    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as client:
-        client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nx: " + b"a" * 70_000)
-        parts = received(client)
-    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as client:
-        client.sendall(b"this is not HTTP\r\n\r\n")
-        wrong = received(client)
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET /version HTTP/1.1\r\nHost: localhost\r\nx: " + b"a" * 70_000, 431),
+        (b"this is not HTTP\r\n\r\n", 400),
+    ],
+)
+def test_headers_over_the_limit_are_refused_as_json(idle, sent, status):
+    with socket.create_connection(idle.address, timeout=PATIENCE_S) as client:
+        client.sendall(sent)
+        received = b"".join(iter(partial(client.recv, 65_536), b"")).decode()
 
+    assert received.startswith(f"HTTP/1.1 {status} ")
+    assert f'"code":{status}' in received
+    whole = httpx.get(f"{idle.url}/version", headers={"x": "a" * 70_000})
     assert whole.status_code == 431
     assert whole.json()["error"]["type"] == "RequestHeaderFieldsTooLargeError"
-    assert parts.startswith("HTTP/1.1 431 ")
-    assert '"code":431' in parts
-    assert wrong.startswith("HTTP/1.1 400 ")
-    assert '"code":400' in wrong
-
-
-def received(client):
-    """Everything that the server sends until it closes the connection."""
-    parts = []
-    while parts == [] or parts[-1]:
-        parts.append(client.recv(65_536))
-    return b"".join(parts).decode()
 
 
 # ---- in process ----------------------------------------------------------------------------------
 
 
 def test_banner_counts_requests_that_fit(llm):
-    service = Service(llm, ServerConfig())
-
-    assert "attention " in banner(service)
-    tokens = 100
-    held = [concurrent_requests(llm, tokens), concurrent_requests(llm, 2 * tokens)]
-    assert held[0] >= 2 * held[1] > 0
+    assert "attention " in banner(Service(llm, ServerConfig()))
+    held, of_twice = (concurrent_requests(llm, tokens) for tokens in (100, 200))
+    assert held >= 2 * of_twice > 0
     assert concurrent_requests(llm, 100_000) == 0
 
 
@@ -392,47 +340,39 @@ def test_banner_counts_requests_that_fit(llm):
     ],
 )
 def test_banner_warns_of_an_open_address_without_keys(llm, options, keys, warns):
-    service = Service(llm, ServerConfig(**options), TenantKeys(keys))
-
-    assert ("Warning: no API key is set" in banner(service)) == warns
-
-
-def test_banner_names_what_pages_of_each_size_hold():
-    kv = KVConfig(memory="4MiB", evict="h2o:cap=64")
-    llm = LLM("quire-tiny", dtype="float32", kv=kv, verify=False)
-
-    text = banner(Service(llm, ServerConfig()))
-
-    assert "KV in pages of 4,224 B, eviction statistics in pages of 64 B, float32" in text
+    text = banner(Service(llm, ServerConfig(**options), TenantKeys(keys)))
+    assert ("Warning: no API key is set" in text) == warns
 
 
 def test_banner_names_the_longest_request_and_the_memory_of_the_whole_context():
-    def lines(memory: str) -> list[str]:
-        llm = LLM("quire-tiny", dtype="float32", kv=KVConfig(memory=memory), verify=False)
+    def lines(memory, **kv):
+        kv = KVConfig(memory=memory, **kv)
+        llm = LLM("quire-tiny", dtype="float32", kv=kv, verify=False)
         return banner(Service(llm, ServerConfig())).splitlines()
 
-    [line] = [line for line in lines("4MiB") if line.startswith("Longest request: ")]
-    found = re.search(r"--kv-memory (\d+)MiB holds", line)
+    def beginning(text, memory):
+        return [line for line in lines(memory) if line.startswith(text)]
 
+    [line] = beginning("Longest request: ", "4MiB")
     assert re.match(r"Longest request: [\d,]+ of the 4,096 tokens of the model's context; ", line)
-    assert found is not None
-    whole = int(found[1])
+    whole = int(re.search(r"--kv-memory (\d+)MiB holds", line)[1])
     for memory in ("1MiB", "3MiB", "16MiB"):  # whose slabs have other sizes
         assert any(f"--kv-memory {whole}MiB holds the whole" in line for line in lines(memory))
-    assert not any("Warning" in line for line in lines("4MiB"))
-    [warning] = [line for line in lines("1MiB") if line.startswith("Warning: ")]
-    usual = re.search(r"too small for one request of 512 tokens; --kv-memory (\d+)MiB", warning)
-    assert usual is not None
-    assert not any("Warning" in line for line in lines(f"{usual[1]}MiB"))
-    assert not any("Longest request" in line for line in lines(f"{whole}MiB"))
-    assert any("Longest request" in line for line in lines(f"{whole - 1}MiB"))
+    assert not beginning("Warning", "4MiB")
+    [warning] = beginning("Warning: ", "1MiB")
+    usual = re.search(r"too small for one request of 512 tokens; --kv-memory (\d+MiB)", warning)
+    assert not beginning("Warning", usual[1])
+    assert not beginning("Longest request", f"{whole}MiB")
+    assert beginning("Longest request", f"{whole - 1}MiB")
+    text = "\n".join(lines("4MiB", evict="h2o:cap=64"))
+    assert "KV in pages of 4,224 B, eviction statistics in pages of 64 B, float32" in text
 
 
 def test_quiet_stream_gets_comments():
     sent = []
 
     async def send(message):
-        sent.append(message)
+        sent.append(message["type"] == "http.response.body" and message["body"])
 
     async def main():
         alive = streaming._KeptAlive(send, 0.01)
@@ -442,36 +382,24 @@ def test_quiet_stream_gets_comments():
         await alive({"type": "http.response.body", "body": b"end", "more_body": False})
         number = len(sent)
         await asyncio.sleep(0.05)
-        return number
+        off = streaming._KeptAlive(lambda _: asyncio.sleep(0), 0.0)
+        await off({"type": "http.response.start"})
+        return number, off._task
 
-    number = asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
-
-    assert sent[1]["body"] == sent[2]["body"] == b": keep-alive\n\n"
-    assert sent[-1]["body"] == b"end"
-    assert len(sent) == number
-
-
-def test_comments_can_be_turned_off():
-    async def main():
-        alive = streaming._KeptAlive(lambda _: asyncio.sleep(0), 0.0)
-        await alive({"type": "http.response.start"})
-        return alive._task
-
-    assert asyncio.run(main()) is None
+    number, task = asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+    assert sent[1] == sent[2] == b": keep-alive\n\n"
+    assert (sent[-1], len(sent)) == (b"end", number)
+    assert task is None  # comments can be turned off
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"requests_per_minute": 0},
-        {"max_num_queued_reqs": -1},
-        {"shutdown_timeout": -1.0},
-        {"sse_keep_alive_interval": float("inf")},
-        {"allowed_origins": "https://chat.example"},
-        {"allowed_origins": ('["*"]',)},
-        {"allowed_origins": ("chat.example",)},
-        {"allowed_origins": ("https://chat.example/",)},
-        {"log_format": "xml"},
+        *({"requests_per_minute": 0}, {"max_num_queued_reqs": -1}, {"shutdown_timeout": -1.0}),
+        *({"sse_keep_alive_interval": float("inf")}, {"log_format": "xml"}),
+        *({"allowed_origins": "https://chat.example"}, {"allowed_origins": ('["*"]',)}),
+        *({"allowed_origins": (one,)} for one in ("chat.example", "https://chat.example/")),
+        {"allow_credentials": True, "allowed_origins": ("*",)},
     ],
 )
 def test_invalid_options_are_refused(options):
@@ -481,3 +409,139 @@ def test_invalid_options_are_refused(options):
 
 def test_origins_have_a_scheme_and_a_host():
     ServerConfig(allowed_origins=("*", "https://chat.example", "http://[::1]:3000", "app://x"))
+
+
+# ---- clients that disconnect: their requests are cancelled and their KV is freed -----------------
+
+MAX_TOKENS = 400
+ENDLESS = {"max_tokens": MAX_TOKENS, "ignore_eos": True}
+BODIES = {
+    COMPLETIONS: {"prompt": "<|doc|>A", **ENDLESS},
+    CHATS: {"messages": [{"role": "user", "content": "A"}], **ENDLESS},
+}
+
+
+@pytest.fixture
+def disconnected(llm, serve):
+    """A call whose client leaves once a condition is true; what was sent, and the path `then`."""
+
+    def run(path, body, leaves, then=None):
+        async def main(other):
+            client, app = DisconnectingClient(path, body), other._transport.app
+            call = asyncio.create_task(app(client.scope, client.receive, client.send))
+            await until(leaves)
+            client.disconnect.set()
+            await call
+            await until(lambda: not llm.engine.has_work)
+            return client.sent, then and await other.get(then)
+
+        return serve(main)
+
+    return run
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("stream", [True, False])
+def test_disconnect_cancels_the_requests(llm, disconnected, path, stream):
+    before = llm.engine.num_generated_tokens
+    body = BODIES[path] | {"n": 2, "stream": stream}
+    sent, _ = disconnected(path, body, lambda: llm.engine.num_generated_tokens > before + 2)
+    assert llm.engine.num_generated_tokens - before < MAX_TOKENS
+    assert any(b"data: " in message.get("body", b"") for message in sent) == stream
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(COMPLETIONS, BODIES[COMPLETIONS]), ("/v1/embeddings", {"input": [[5] * 400] * 40})],
+)
+def test_disconnect_before_the_response_is_logged_and_counted_as_499(
+    llm, disconnected, caplog, path, body
+):
+    caplog.set_level(logging.INFO, logger="quire.access")
+    _, metrics = disconnected(path, body, lambda: llm.engine.has_work, "/metrics")
+
+    lines = [r.getMessage() for r in caplog.records if r.name == "quire.access"]
+    assert [line.split(" in ")[0] for line in lines if "POST" in line] == [f"POST {path} 499"]
+    [counted] = re.findall("^quire_http_requests_total.*", metrics.text, re.MULTILINE)
+    assert f'path="{path}"' in counted
+    assert 'status="499"' in counted
+
+
+def test_disconnect_before_the_first_event_cancels_the_request(llm, serve):
+    """Its stream is never iterated, so the stream cannot cancel the request."""
+    before = llm.engine.num_generated_tokens
+
+    async def main(other):
+        client = DisconnectingClient(COMPLETIONS, BODIES[COMPLETIONS] | {"stream": True})
+
+        async def refuse(_message):
+            client.disconnect.set()
+            await asyncio.Event().wait()
+
+        await other._transport.app(client.scope, client.receive, refuse)
+        await until(lambda: not llm.engine.has_work)
+
+    serve(main)
+    assert llm.engine.num_generated_tokens - before < MAX_TOKENS
+
+
+# ---- a process under load that is killed and restarted, or asked to end --------------------------
+
+CLIENTS = 48
+
+
+async def ended_stream(client, url, number, started):
+    """The end of one stream: "[DONE]", an error of the connection, or a status."""
+    body = {"prompt": f"<|doc|>{number}", "max_tokens": 120, "ignore_eos": True, "stream": True}
+    last = ""
+    try:
+        async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                return str(response.status_code)
+            async for line in response.aiter_lines():
+                last = line or last
+                started.add(number)
+    except httpx.TransportError as error:
+        return type(error).__name__
+    return last.removeprefix("data: ")
+
+
+async def interrupted(process, url, signal_number, late):
+    """Send a signal while all streams run; return their ends, and those of later requests."""
+    started = set()
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=PATIENCE_S, limits=limits) as client:
+        tasks = [asyncio.create_task(ended_stream(client, url, n, started)) for n in range(CLIENTS)]
+        while len(started) < CLIENTS:
+            await asyncio.sleep(0.01)
+        process.send_signal(signal_number)
+        later = []
+        for number in range(late):
+            await asyncio.sleep(0.05)
+            later.append(await ended_stream(client, url, CLIENTS + number, set()))
+        return await asyncio.gather(*tasks), later
+
+
+@pytest.mark.slow
+def test_killed_server_restarts_at_its_port_and_no_client_hangs():
+    with server_process() as (process, url):
+        ends, _ = asyncio.run(interrupted(process, url, signal.SIGKILL, 0))
+        assert process.wait(PATIENCE_S) == -signal.SIGKILL
+    with server_process("--port", url.rsplit(":", 1)[1]) as (_, restarted):
+        body = {"prompt": "<|doc|>Once", "max_tokens": 3}
+        answer = httpx.post(f"{restarted}{COMPLETIONS}", json=body, timeout=PATIENCE_S)
+        memory = httpx.get(f"{restarted}/v1/kv/overview").json()["memory"]
+
+    assert restarted == url
+    assert len(ends) == CLIENTS
+    assert set(ends) <= {"RemoteProtocolError", "ReadError"}
+    assert (answer.status_code, memory["requests_bytes"]) == (200, 0)
+
+
+@pytest.mark.slow
+def test_sigterm_under_load_finishes_streams_and_refuses_new_requests():
+    with server_process() as (process, url):
+        ends, later = asyncio.run(interrupted(process, url, signal.SIGTERM, 3))
+        assert process.wait(PATIENCE_S) == 0
+    assert ends == ["[DONE]"] * CLIENTS
+    assert later == ["503"] * 3

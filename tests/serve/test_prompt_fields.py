@@ -1,10 +1,11 @@
-"""Fields that change the prompt or are tokenized with it, chat templates, rules of tenants."""
+"""Fields that change the prompt or are tokenized with it, rules of requests and tenants."""
 
 import asyncio
 import copy
 import json
 import math
 import re
+import sys
 import threading
 from dataclasses import replace
 
@@ -20,46 +21,42 @@ from quire.serve.logprobs import TokenPieces
 from quire.serve.protocol import Message
 from quire.serve.tenant_keys import TenantFile, read_tenant_keys
 from quire.serve.text import LONG_TEXT_CHARACTERS, Texts, Turn, sequences_of_words, with_budget
-from serve.conftest import PATIENCE_S, PROMPT, client_of, refused
+from serve.conftest import (
+    CHATS,
+    COMPLETIONS,
+    PATIENCE_S,
+    PROMPT,
+    RESPONSES,
+    USER,
+    ok,
+    post_to,
+    refused,
+)
 
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-BODIES = {COMPLETIONS: {"prompt": PROMPT}, CHATS: {"messages": [{"role": "user", "content": "Hi"}]}}
+BODIES = {COMPLETIONS: {"prompt": PROMPT}, CHATS: {"messages": [USER]}}
 LONG = "<|doc|>Once upon a time there was a king who had three sons and a daughter. " * 8
 
 
 # ---- truncate_prompt_tokens ----------------------------------------------------------------------
 
 
-def test_truncated_prompt_is_the_end_of_the_prompt(complete, llm):
-    ids = llm.model.tokenizer.encode(LONG)
-    whole = complete(prompt=ids[-20:], max_tokens=6)
-
+def test_truncated_prompt_is_the_end_of_the_prompt(complete, chat, llm):
+    tokenizer = llm.model.tokenizer
+    whole = complete(prompt=tokenizer.encode(LONG)[-20:], max_tokens=6)
     cut = complete(prompt=LONG, truncate_prompt_tokens=20, max_tokens=6)
 
     assert cut["usage"]["prompt_tokens"] == 20
     assert cut["choices"][0]["text"] == whole["choices"][0]["text"]
-
-
-def test_echo_of_a_truncated_prompt_is_its_end(complete, llm):
-    ids = llm.model.tokenizer.encode(PROMPT)
-
-    text = complete(truncate_prompt_tokens=2, echo=True, max_tokens=1)["choices"][0]["text"]
-
-    assert text.startswith(llm.model.tokenizer.decode(ids[-2:]))
-
-
-def test_chat_is_truncated_after_the_template(chat):
+    echoed = complete(truncate_prompt_tokens=2, echo=True, max_tokens=1)["choices"][0]["text"]
+    assert echoed.startswith(tokenizer.decode(tokenizer.encode(PROMPT)[-2:]))
+    # a chat is truncated after the template
     assert chat(truncate_prompt_tokens=3)["usage"]["prompt_tokens"] == 3
 
 
-def test_prompt_over_the_longest_sequence_is_accepted_with_truncation(post):
-    too_long = LONG * 200
-    assert "characters" in refused(post(COMPLETIONS, prompt=too_long, max_tokens=1), "prompt")
-
-    response = post(COMPLETIONS, prompt=too_long, max_tokens=1, truncate_prompt_tokens=-1)
-
-    assert response.status_code == 200, response.text
-    assert response.json()["usage"]["prompt_tokens"] > 500
+def test_prompt_over_the_longest_sequence_is_accepted_with_truncation(post, complete):
+    too_long = {"prompt": LONG * 200, "max_tokens": 1}
+    assert "characters" in refused(post(COMPLETIONS, **too_long), "prompt")
+    assert complete(**too_long, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] > 500
 
 
 @pytest.mark.parametrize("value", [0, -2, "all", 1.5, True])
@@ -70,15 +67,15 @@ def test_wrong_number_of_prompt_tokens_is_refused(post, value):
 @pytest.fixture(scope="module")
 def short():
     """An engine whose longest sequence has 64 tokens."""
-    opened = LLM(
-        "quire-tiny", dtype="float32", kv=KVConfig(memory="4MiB"), max_model_len=64, verify=False
-    )
+    kv = KVConfig(memory="4MiB")
+    opened = LLM("quire-tiny", dtype="float32", kv=kv, max_model_len=64, verify=False)
     yield opened
     opened.close()
 
 
 IDS = list(range(300, 428))
 WORDS = "word " * 200
+WORDY = {"messages": [{"role": "user", "content": WORDS}]}
 ROOM = [  # path, body, tokens of the prompt, tokens of the output
     (COMPLETIONS, {"prompt": IDS, "max_tokens": 20}, 44, 20),
     (COMPLETIONS, {"prompt": [IDS, IDS[:9]], "max_tokens": 20}, 53, 40),
@@ -92,11 +89,11 @@ ROOM = [  # path, body, tokens of the prompt, tokens of the output
     (COMPLETIONS, {"prompt": IDS, "max_tokens": 1000}, 48, 16),
     (COMPLETIONS, {"prompt": IDS[:64], "max_tokens": 0, "echo": True, "logprobs": 0}, 64, 0),
     (COMPLETIONS, {"prompt": IDS, "max_tokens": 0, "echo": True, "logprobs": 0}, 64, 0),
-    (CHATS, {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 20}, 44, 20),
-    (CHATS, {"messages": [{"role": "user", "content": WORDS}], "max_completion_tokens": 9}, 55, 9),
-    (CHATS, {"messages": [{"role": "user", "content": WORDS}]}, 32, 32),
-    (CHATS, {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 64}, 32, 32),
-    ("/v1/responses", {"input": WORDS, "max_output_tokens": 20}, 44, 20),
+    (CHATS, WORDY | {"max_tokens": 20}, 44, 20),
+    (CHATS, WORDY | {"max_completion_tokens": 9}, 55, 9),
+    (CHATS, WORDY, 32, 32),
+    (CHATS, WORDY | {"max_tokens": 64}, 32, 32),
+    (RESPONSES, {"input": WORDS, "max_output_tokens": 20}, 44, 20),
     ("/v1/embeddings", {"input": IDS[:64]}, 64, 0),
     ("/v1/embeddings", {"input": IDS, "pooling": "mean"}, 64, 0),
 ]
@@ -112,19 +109,13 @@ STREAMED = [row for row in ROOM if row[0] != "/v1/embeddings" and "logprobs" not
 def test_automatic_truncation_leaves_room_for_the_output(
     short, path, body, prompt_tokens, output_tokens, stream
 ):
-    automatic = {"truncate_prompt_tokens": -1}
-    if path == "/v1/responses":
-        automatic = {"truncation": "auto"}
-    body = body | automatic | {"stream": stream}
+    if path == RESPONSES:
+        body = body | {"truncation": "auto", "stream": stream}
+    else:
+        body = body | {"truncate_prompt_tokens": -1, "stream": stream}
+        body |= {"stream_options": {"include_usage": True}} if stream else {}
     body |= {} if path == "/v1/embeddings" else {"ignore_eos": True}
-    if stream and path != "/v1/responses":
-        body["stream_options"] = {"include_usage": True}
-
-    async def main():
-        async with client_of(short) as client:
-            return await client.post(path, json=body)
-
-    response = asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+    response = post_to(short, path, body)
 
     assert response.status_code == 200, response.text
     [usage] = re.findall(r'"usage": ?(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})', response.text)[-1:]
@@ -179,29 +170,18 @@ def test_long_texts_do_not_hold_the_threads_of_short_ones(llm):
 # ---- bad_words -----------------------------------------------------------------------------------
 
 
-def test_bad_word_is_not_generated(complete):
-    plain = complete(max_tokens=12, temperature=0)["choices"][0]["text"]
+def test_bad_word_is_not_generated(complete, llm):
+    def text(**options):
+        return complete(temperature=0, **options)["choices"][0]["text"]
+
+    plain = text(max_tokens=12)
     word = plain.split()[1]
-
-    text = complete(max_tokens=12, temperature=0, bad_words=[word])["choices"][0]["text"]
-
     assert word in plain
-    assert word not in text.split()
+    assert word not in text(max_tokens=12, bad_words=[word]).split()
 
-
-def test_bad_words_and_bad_token_ids_add_up(complete, llm):
-    plain = complete(max_tokens=1, temperature=0, logprobs=1)["choices"][0]
-    first = plain["text"]
-    [second_id] = {
-        llm.model.tokenizer.encode(
-            complete(max_tokens=1, bad_words=[first], temperature=0)["choices"][0]["text"]
-        )[-1]
-    }
-
-    both = complete(max_tokens=1, temperature=0, bad_words=[first], bad_token_ids=[[second_id]])[
-        "choices"
-    ][0]["text"]
-
+    first = text(max_tokens=1)
+    second_id = llm.model.tokenizer.encode(text(max_tokens=1, bad_words=[first]))[-1]
+    both = text(max_tokens=1, bad_words=[first], bad_token_ids=[[second_id]])
     assert both != first
     assert llm.model.tokenizer.encode(both)[-1] != second_id
 
@@ -209,7 +189,6 @@ def test_bad_words_and_bad_token_ids_add_up(complete, llm):
 @pytest.mark.parametrize("value", [[""], ["a" * 300], "a", [5], ["a"] * 2000])
 def test_wrong_bad_words_are_refused(post, value):
     response = post(COMPLETIONS, prompt="a", bad_words=value)
-
     assert response.status_code == 400
     assert response.json()["error"]["param"].startswith("bad_words")
 
@@ -230,42 +209,27 @@ def test_sequences_of_a_word(llm):
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
 def test_scores_of_the_prompt(post, path):
-    response = post(path, **BODIES[path], max_tokens=2, prompt_logprobs=2)
-    assert response.status_code == 200, response.text
-    body = response.json()
-    found = body["choices"][0] if path == COMPLETIONS else body
-
-    first, *scores = found["prompt_logprobs"]
+    body = ok(post(path, **BODIES[path], max_tokens=2, prompt_logprobs=2))
+    first, *scores = (body["choices"][0] if path == COMPLETIONS else body)["prompt_logprobs"]
 
     assert first is None
     assert len(scores) == body["usage"]["prompt_tokens"] - 1
     for score in scores:
         assert 2 <= len(score) <= 3
-        ranks = sorted(entry["rank"] for entry in score.values())
-        assert ranks[:2] == [1, 2]
+        assert sorted(entry["rank"] for entry in score.values())[:2] == [1, 2]
         assert all(entry["logprob"] <= 0 for entry in score.values())
         assert all(isinstance(entry["decoded_token"], str) for entry in score.values())
+    streamed = post(path, **BODIES[path], prompt_logprobs=0, stream=True)
+    assert "cannot be streamed" in refused(streamed, "prompt_logprobs")
+    assert "prompt_logprobs" not in post(path, **BODIES[path], max_tokens=1).text
 
 
 def test_scores_equal_those_of_an_echo(complete):
     echoed = complete(echo=True, logprobs=0, max_tokens=1)["choices"][0]["logprobs"]
     scored = complete(prompt_logprobs=0, max_tokens=1)["choices"][0]["prompt_logprobs"]
-
     for expected, entry in zip(echoed["token_logprobs"][1:-1], scored[1:], strict=True):
         [found] = entry.values()
         assert math.isclose(found["logprob"], expected, abs_tol=1e-5)
-
-
-def test_body_without_scores_has_no_field_for_them(complete, chat):
-    assert "prompt_logprobs" not in complete()["choices"][0]
-    assert "prompt_logprobs" not in chat()
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
-def test_scores_of_the_prompt_are_not_streamed(post, path):
-    response = post(path, **BODIES[path], prompt_logprobs=0, stream=True)
-
-    assert "cannot be streamed" in refused(response, "prompt_logprobs")
 
 
 # ---- kv_budget and rules -------------------------------------------------------------------------
@@ -277,19 +241,11 @@ def evicting():
     return LLM("quire-tiny", dtype="float32", kv=kv, verify=False)
 
 
-def call(llm, body, **options):
-    async def main():
-        async with client_of(llm, **options) as client:
-            return await client.post(COMPLETIONS, json=body)
-
-    return asyncio.run(main())
-
-
 def test_budget_limits_the_kv_of_a_request(evicting):
     body = {"prompt": LONG, "max_tokens": 4, "evict": "recent:cap=128,every=8,sinks=2"}
-
     wide, narrow, share = (
-        call(evicting, body | {"kv_budget": budget}).json()["usage"] for budget in (128, 32, "25%")
+        post_to(evicting, COMPLETIONS, body | {"kv_budget": budget}).json()["usage"]
+        for budget in (128, 32, "25%")
     )
 
     assert narrow["kv_peak_bytes"] < wide["kv_peak_bytes"]
@@ -297,18 +253,14 @@ def test_budget_limits_the_kv_of_a_request(evicting):
     assert share["evicted_tokens"] > 0
 
 
-def test_budget_without_a_rule_is_refused_with_an_example(post):
-    message = refused(post(COMPLETIONS, prompt="a", kv_budget=64), "kv_budget")
-
-    assert "recent:cap=64" in message
-
-
 @pytest.mark.parametrize("budget", [0, -3, "much", 1.5, "2%%", True])
-def test_wrong_budget_is_refused(evicting, budget):
-    response = call(evicting, {"prompt": "a", "evict": "h2o:cap=64", "kv_budget": budget})
-
+def test_wrong_budget_is_refused(evicting, post, budget):
+    body = {"prompt": "a", "evict": "h2o:cap=64", "kv_budget": budget}
+    response = post_to(evicting, COMPLETIONS, body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"].startswith("kv_budget")
+    # without a rule, with an example
+    assert "recent:cap=64" in refused(post(COMPLETIONS, prompt="a", kv_budget=64), "kv_budget")
 
 
 def test_budget_keeps_the_other_options_of_a_rule():
@@ -316,19 +268,16 @@ def test_budget_keeps_the_other_options_of_a_rule():
     assert with_budget("recent:cap=64", 0.5) == "recent:cap=0.5"
 
 
-def test_rule_of_a_tenant_is_the_default_of_its_requests(evicting, tmp_path):
+def test_rule_of_a_tenant_is_the_default_of_its_requests(evicting, tmp_path, llm):
     path = tmp_path / "tenants.toml"
     path.write_text('[default]\nevict = "recent:cap=32,every=8,sinks=2"\n')
-    body = {"prompt": LONG, "max_tokens": 4}
+    body, tenants = {"prompt": LONG, "max_tokens": 4}, read_tenant_keys(path)
+    own, full = (
+        post_to(evicting, COMPLETIONS, body | rule, tenants=tenants).json()["usage"]
+        for rule in ({}, {"evict": "full"})
+    )
 
-    own = call(evicting, body, tenants=read_tenant_keys(path)).json()["usage"]
-    full = call(evicting, body | {"evict": "full"}, tenants=read_tenant_keys(path)).json()["usage"]
-
-    assert own["evicted_tokens"] > 0
-    assert full["evicted_tokens"] == 0
-
-
-def test_rule_of_a_tenant_that_the_engine_does_not_allow_is_refused_at_start(llm):
+    assert own["evicted_tokens"] > 0 == full["evicted_tokens"]
     with pytest.raises(ConfigError, match=r"tenant 'a', evict: .*h2o"):
         create_app(llm, tenants=TenantFile(evict={"a": "h2o:cap=64"}))
 
@@ -338,17 +287,15 @@ def test_rule_of_a_tenant_that_the_engine_does_not_allow_is_refused_at_start(llm
 TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
 
 
-def test_chat_template_of_the_option_is_used(serve, llm, tmp_path):
+def test_chat_template_of_the_option_is_used(send, llm, tmp_path):
     path = tmp_path / "chat.jinja"
     path.write_text(TEMPLATE)
     own = llm.model.tokenizer.chat_template
     body = {"messages": [{"role": "user", "content": "Hi"}], "return_token_strs": True}
 
-    async def main(client):
-        return (await client.post("/tokenize", json=body)).json()
-
     for option in (str(path), TEMPLATE):
-        assert "".join(serve(main, chat_template=option)["token_strs"]) == "[user] Hi\n"
+        [response] = send(("POST", "/tokenize", {"json": body}), chat_template=option)
+        assert "".join(response.json()["token_strs"]) == "[user] Hi\n"
     assert llm.model.tokenizer.chat_template == own
 
 
@@ -363,3 +310,51 @@ def test_chat_template_of_the_option_is_used(serve, llm, tmp_path):
 def test_wrong_template_is_refused_at_start(llm, template, message):
     with pytest.raises(ConfigError, match=message):
         create_app(llm, ServerConfig(chat_template=template))
+
+
+# ---- rules of requests and default rules ---------------------------------------------------------
+
+
+def test_request_sets_its_policy_and_usage_reports_evicted_tokens(evicting, monkeypatch):
+    body = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True}
+    full, capped = (
+        post_to(evicting, COMPLETIONS, body | rule).json()["usage"]
+        for rule in ({}, {"evict": "h2o:cap=16,every=4"})
+    )
+
+    assert full["evicted_tokens"] == 0
+    assert capped["evicted_tokens"] > 20
+    assert full["evictions"] == 0 < capped["evictions"] <= 10
+    assert capped["completion_tokens"] == 40
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    response = post_to(evicting, COMPLETIONS, {"prompt": "Once", "evict": "kmeans:cap=64"})
+    assert "kmeans needs scipy" in refused(response, "evict")
+
+
+@pytest.fixture(scope="module")
+def percent_llm():
+    kv = KVConfig(memory="8MiB", evict="snapkv:cap=50%,when=prefill_end")
+    return LLM("quire-tiny", dtype="float32", kv=kv, verify=False)
+
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": [300]}),
+        (COMPLETIONS, {"prompt": [[300], [300] * 66], "n": 2}),
+        (COMPLETIONS, {"prompt": [300] * 40, "stream": True}),
+        (COMPLETIONS, {"prompt": [300], "kv_budget": "1%"}),
+        (COMPLETIONS, {"prompt": [300], "evict": "snapkv:cap=0.01"}),
+        (CHATS, {"messages": HI}),
+        ("/v1/messages", {"model": "quire-tiny", "messages": HI}),
+        (RESPONSES, {"input": "hi", "max_output_tokens": 16}),
+        ("/v1/embeddings", {"input": ["hello", "<|doc|>"]}),
+    ],
+)
+def test_short_prompt_is_served_by_a_default_rule_with_a_cap_in_percent(percent_llm, path, body):
+    response = post_to(percent_llm, path, body | ({} if "input" in body else {"max_tokens": 4}))
+    assert response.status_code == 200, response.text
+    assert '"error":{' not in response.text

@@ -11,14 +11,14 @@ from quire.errors import ConfigError, RequestError
 from quire.serve import rate_limits
 from quire.serve.rate_limits import RateLimit, RateLimited, RateLimits
 from quire.serve.tenant_keys import TenantKeys
+from serve.conftest import CHATS, COMPLETIONS, error_of, ok
 
 KEY_A, KEY_B = "sk-a-2f0c77d1", "sk-b-51d09a3e"
 BODY = {"prompt": [5, 6, 7, 8], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
 
 class Clock:
-    def __init__(self):
-        self.now_s = 100.0
+    now_s = 100.0
 
     def __call__(self):
         return self.now_s
@@ -29,9 +29,12 @@ def limits_of(clock=None, **limits):
 
 
 def test_without_limits_nothing_is_charged():
-    charge = limits_of().charge("a", requests=10**6, tokens=10**9)
+    assert limits_of().charge("a", requests=10**6, tokens=10**9).headers == {}
 
-    assert charge.headers == {}
+
+def remaining(headers):
+    """The requests and tokens that are left."""
+    return tuple(headers.get(f"x-ratelimit-remaining-{kind}") for kind in ("requests", "tokens"))
 
 
 def test_bucket_refills_continuously():
@@ -49,9 +52,8 @@ def test_bucket_refills_continuously():
 
 
 def test_tenants_have_separate_buckets():
-    limits = RateLimits(
-        RateLimit(requests_per_minute=1), {"b": RateLimit(requests_per_minute=2)}, Clock()
-    )
+    own = {"b": RateLimit(requests_per_minute=2)}
+    limits = RateLimits(RateLimit(requests_per_minute=1), own, Clock())
     limits.charge("a", requests=1, tokens=0)
     limits.charge("b", requests=2, tokens=0)
 
@@ -67,8 +69,7 @@ def test_refused_request_is_not_charged():
         limits.charge("a", requests=1, tokens=20)
 
     headers = limits.charge("a", requests=1, tokens=10).headers
-    assert headers["x-ratelimit-remaining-requests"] == "3"
-    assert headers["x-ratelimit-remaining-tokens"] == "0"
+    assert remaining(headers) == ("3", "0")
     assert headers["x-ratelimit-reset-tokens"] == "1m0s"
 
 
@@ -77,9 +78,7 @@ def test_unused_tokens_are_returned_once():
     charge = limits.charge("a", requests=1, tokens=100)
     charge.settle(40)
     charge.settle(0)
-
-    headers = limits.charge("a", requests=1, tokens=60).headers
-    assert headers["x-ratelimit-remaining-tokens"] == "0"
+    assert remaining(limits.charge("a", requests=1, tokens=60).headers) == (None, "0")
 
 
 def test_refund_returns_requests_and_tokens_once():
@@ -88,21 +87,14 @@ def test_refund_returns_requests_and_tokens_once():
     charge.refund()
     charge.refund()
     charge.settle(0)
-
-    headers = limits.charge("a", requests=1, tokens=60).headers
-    assert headers["x-ratelimit-remaining-requests"] == "1"
-    assert headers["x-ratelimit-remaining-tokens"] == "40"
+    assert remaining(limits.charge("a", requests=1, tokens=60).headers) == ("1", "40")
 
 
-@pytest.mark.parametrize(
-    ("options", "param"),
-    [({"requests": 3, "tokens": 1}, "prompt"), ({"requests": 1, "tokens": 11}, "max_tokens")],
-)
-def test_more_than_a_minute_is_an_invalid_request(options, param):
+@pytest.mark.parametrize(("requests", "tokens", "param"), [(3, 1, "prompt"), (1, 11, "max_tokens")])
+def test_more_than_a_minute_is_an_invalid_request(requests, tokens, param):
     limits = limits_of(requests_per_minute=2, tokens_per_minute=10)
-
     with pytest.raises(RequestError, match="the rate limit is") as refused:
-        limits.charge("a", **options)
+        limits.charge("a", requests=requests, tokens=tokens)
     assert refused.value.param == param
 
 
@@ -126,7 +118,6 @@ def test_buckets_are_bounded(monkeypatch):
     limits = limits_of(requests_per_minute=1)
     for number in range(100):
         limits.charge(f"t{number}", requests=1, tokens=0)
-
     assert len(limits._buckets) <= 8
 
 
@@ -144,47 +135,38 @@ def test_durations_have_the_format_of_openai(seconds, text):
     assert rate_limits._duration(seconds) == text
 
 
-def test_server_refuses_with_429_and_headers(serve):
-    async def main(client):
-        return [await client.post("/v1/completions", json=BODY) for _ in range(3)]
+POSTED = ("POST", COMPLETIONS, {"json": BODY})
 
-    first, second, third = serve(main, requests_per_minute=2)
 
+def test_server_refuses_with_429_and_headers(send):
+    first, second, third = send(POSTED, POSTED, POSTED, requests_per_minute=2)
     assert first.headers["x-ratelimit-limit-requests"] == "2"
-    assert second.headers["x-ratelimit-remaining-requests"] == "0"
-    assert third.status_code == 429
-    assert third.json()["error"]["type"] == "RateLimitError"
+    assert remaining(second.headers) == ("0", None)
+    assert error_of(third, 429)["type"] == "RateLimitError"
     assert 1 <= int(third.headers["retry-after"]) <= 30
 
 
-def test_server_returns_tokens_that_were_not_generated(serve):
-    async def main(client):
-        few = BODY | {"max_tokens": 50, "allowed_token_ids": [9], "stop_token_ids": [9]}
-        await client.post("/v1/completions", json=few)
-        return await client.post("/v1/completions", json=BODY)
-
-    response = serve(main, tokens_per_minute=100)
-
-    # the first request used its prompt and one token
-    assert response.headers["x-ratelimit-remaining-tokens"] == str(100 - (4 + 1) - (4 + 6))
-
-
-def test_refused_request_returns_its_charge(serve):
-    async def main(client):
-        refused = await client.post("/v1/completions", json=BODY | {"prompt": [10**6] * 4})
-        return refused, await client.post("/v1/completions", json=BODY)
-
-    refused, response = serve(main, tokens_per_minute=100)
-
-    assert refused.status_code == 400
-    assert response.headers["x-ratelimit-remaining-tokens"] == "90"
+@pytest.mark.parametrize(
+    ("options", "status", "left"),
+    [
+        # the request uses its prompt and one token
+        ({"max_tokens": 50, "allowed_token_ids": [9], "stop_token_ids": [9]}, 200, 100 - 5 - 10),
+        ({"prompt": [10**6] * 4}, 400, 90),
+        ({"stream": True}, 200, 80),
+    ],
+)
+def test_server_returns_tokens_that_were_not_generated(send, options, status, left):
+    call = ("POST", COMPLETIONS, {"json": BODY | options})
+    first, response = send(call, POSTED, tokens_per_minute=100)
+    assert first.status_code == status
+    assert left <= int(remaining(response.headers)[1]) < left + 30  # the bucket refills
+    if status == 200:
+        assert first.headers["x-ratelimit-limit-tokens"] == "100"
 
 
 def test_estimate_is_lowered_to_the_limit_and_charged_exactly_at_the_end():
-    clock = Clock()
-    limits = limits_of(clock, tokens_per_minute=60)
-    charge = limits.charge("a", requests=1, tokens=300, min_tokens=11)
-    charge.settle(90)
+    limits = limits_of(Clock(), tokens_per_minute=60)
+    limits.charge("a", requests=1, tokens=300, min_tokens=11).settle(90)
 
     with pytest.raises(RateLimited) as refused:
         limits.charge("a", requests=1, tokens=30)
@@ -193,53 +175,30 @@ def test_estimate_is_lowered_to_the_limit_and_charged_exactly_at_the_end():
         limits.charge("a", requests=1, tokens=300, min_tokens=61)
 
 
-def test_chat_without_max_tokens_is_accepted_with_a_limit_below_the_context(serve):
+def test_chat_without_max_tokens_is_accepted_with_a_limit_below_the_context(send):
     chat = {"messages": [{"role": "user", "content": "Once"}], "temperature": 0}
-
-    async def main(client):
-        first = await client.post("/v1/chat/completions", json=chat)
-        return first, await client.post("/v1/chat/completions", json=chat)
-
-    first, second = serve(main, tokens_per_minute=100)
-
-    assert first.status_code == 200
-    assert first.headers["x-ratelimit-remaining-tokens"] == "0"
-    used = first.json()["usage"]["total_tokens"]
+    first, second = send(*[("POST", CHATS, {"json": chat})] * 2, tokens_per_minute=100)
+    used = ok(first)["usage"]["total_tokens"]
+    assert remaining(first.headers) == (None, "0")
     assert second.status_code == (429 if used > 100 else 200)
 
 
-def test_request_that_a_full_queue_refuses_is_not_charged(serve, llm):
+def test_request_that_a_full_queue_refuses_is_not_charged(serve):
     long = BODY | {"max_tokens": 300}
 
     async def main(client):
-        many = [client.post("/v1/completions", json=long) for _ in range(40)]
+        many = [client.post(COMPLETIONS, json=long) for _ in range(40)]
         statuses = [response.status_code for response in await asyncio.gather(*many)]
-        last = await client.post("/v1/completions", json=BODY)
-        return statuses, last.headers["x-ratelimit-remaining-requests"]
+        return statuses, (await client.post(COMPLETIONS, json=BODY)).headers
 
-    statuses, remaining = serve(main, requests_per_minute=100, max_num_queued_reqs=1)
-
+    statuses, headers = serve(main, requests_per_minute=100, max_num_queued_reqs=1)
     assert 503 in statuses
-    assert int(remaining) >= 100 - statuses.count(200) - 1
+    assert int(remaining(headers)[0]) >= 100 - statuses.count(200) - 1
 
 
-def test_stream_has_the_headers(serve):
-    response = serve(
-        lambda client: client.post("/v1/completions", json=BODY | {"stream": True}),
-        tokens_per_minute=100,
-    )
-
-    assert response.headers["x-ratelimit-limit-tokens"] == "100"
-
-
-def test_limits_apply_to_the_tenant_of_the_key(serve):
+def test_limits_apply_to_the_tenant_of_the_key(send):
     keys = TenantKeys({"a": (KEY_A,), "b": (KEY_B,)})
-
-    async def main(client):
-        found = []
-        for key in (KEY_A, KEY_A, KEY_B):
-            headers = {"authorization": f"Bearer {key}"}
-            found.append(await client.post("/v1/completions", json=BODY, headers=headers))
-        return [response.status_code for response in found]
-
-    assert serve(main, tenant_keys=keys, requests_per_minute=1) == [200, 429, 200]
+    headers = [{"headers": {"authorization": f"Bearer {key}"}} for key in (KEY_A, KEY_A, KEY_B)]
+    calls = [("POST", COMPLETIONS, {"json": BODY} | each) for each in headers]
+    responses = send(*calls, tenant_keys=keys, requests_per_minute=1)
+    assert [response.status_code for response in responses] == [200, 429, 200]

@@ -23,7 +23,6 @@ NAMES = {f"quire_{m.name}" + ("_total" if m.kind == "counter" else "") for m in 
 
 def test_every_query_of_the_board_names_metrics_that_exist():
     expressions = queries()
-
     assert len(expressions) > 30
     for name, expression in expressions.items():
         assert metric_names(expression), name
@@ -33,7 +32,6 @@ def test_every_query_of_the_board_names_metrics_that_exist():
 
 def test_every_alert_names_metrics_that_exist():
     [group] = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
-
     assert len(group["rules"]) >= 5
     for rule in group["rules"]:
         assert metric_names(rule["expr"]) <= NAMES, rule["alert"]
@@ -41,17 +39,12 @@ def test_every_alert_names_metrics_that_exist():
 
 
 def test_a_panel_has_its_own_place():
-    places = [
-        (panel["gridPos"]["x"], panel["gridPos"]["y"])
-        for panel in json.loads(BOARD.read_text())["panels"]
-    ]
-
-    assert len(set(places)) == len(places)
+    places = [panel["gridPos"] for panel in json.loads(BOARD.read_text())["panels"]]
+    assert len({(place["x"], place["y"]) for place in places}) == len(places)
 
 
 def test_compose_mounts_folders_that_exist():
     services = yaml.safe_load((DEPLOY.parent / "compose.yaml").read_text())["services"]
-
     assert {"quire", "prometheus", "grafana"} <= services.keys()
     for service in services.values():
         for volume in service["volumes"]:
@@ -84,8 +77,7 @@ def pod_of_deployment():
 def pods_of_ray():
     [service] = manifests("rayservice.yaml")
     cluster = service["spec"]["rayClusterConfig"]
-    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-    return [group["template"] for group in groups]
+    return [group["template"] for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]]
 
 
 def test_the_manifests_are_valid():
@@ -144,7 +136,6 @@ def test_the_application_of_ray_is_built_from_its_arguments():
 
 def test_keys_come_from_a_secret():
     containers = [pod["spec"]["containers"][0] for pod in (pod_of_deployment(), *pods_of_ray())]
-
     for container in containers:
         sources = {found["name"]: found["valueFrom"] for found in container["env"]}
         assert sources.keys() == {KEY_VARIABLE, METRICS_KEY_VARIABLE}

@@ -94,7 +94,6 @@ def test_core_has_no_package_that_no_module_imports() -> None:
     imported = {
         name for path in (ROOT / "src/quire").rglob("*.py") for name, _ in third_party_imports(path)
     }
-
     assert names(PROJECT["dependencies"]) - imported == USED_BY_TRANSFORMERS
 
 
@@ -125,10 +124,8 @@ def test_pip_lines_of_documents_name_the_distribution_and_its_extras() -> None:
 @pytest.mark.parametrize("extra", extras.EXTRAS)
 def test_missing_extra_gives_the_pip_command(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-
     with pytest.raises(ConfigError) as caught:
         extras.require_extra(extra, "this")
-
     assert str(caught.value).endswith(f"(not installed): pip install 'quire-llm[{extra}]'")
     assert "\n" not in str(caught.value)
 
@@ -150,12 +147,8 @@ SERVER_PACKAGES = ("fastapi", "h11", "prometheus_client", "starlette", "uvicorn"
 
 
 def without_packages(hidden: Sequence[str], code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", f"hidden = {hidden!r}\n{HIDDEN}{code}"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    command = [sys.executable, "-c", f"hidden = {hidden!r}\n{HIDDEN}{code}"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
 def test_server_without_its_extra_is_refused_before_the_model_is_loaded() -> None:
@@ -233,7 +226,6 @@ def wheel_metadata(wheel: Path) -> str:
 
 def test_wheel_without_a_compiler_is_pure_python(small_tree: Path) -> None:
     wheel = built(small_tree, "bdist_wheel", compiler="false")
-
     assert wheel.name == f"quire_llm-{__version__}-py3-none-any.whl"
     assert list(check_wheel.faults_of(wheel)) == []
     assert "Root-Is-Purelib: true" in wheel_metadata(wheel)
@@ -243,7 +235,6 @@ def test_wheel_without_a_compiler_is_pure_python(small_tree: Path) -> None:
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_wheel_with_the_library_is_for_the_platform_and_any_python(small_tree: Path) -> None:
     wheel = built(small_tree, "bdist_wheel", compiler="cc")
-
     assert re.fullmatch(rf"quire_llm-{__version__}-py3-none-(linux|macosx)_\w+\.whl", wheel.name)
     assert list(check_wheel.faults_of(wheel)) == []
     assert "Root-Is-Purelib: false" in wheel_metadata(wheel)
@@ -251,7 +242,6 @@ def test_wheel_with_the_library_is_for_the_platform_and_any_python(small_tree: P
 
 def test_sdist_has_what_a_build_needs_and_nothing_else(small_tree: Path) -> None:
     sdist = built(small_tree, "sdist", compiler="false")
-
     assert sdist.name == f"quire_llm-{__version__}.tar.gz"
     assert list(check_wheel.faults_of(sdist)) == []
     with tarfile.open(sdist) as opened:
@@ -285,34 +275,25 @@ def test_faults_of_a_wheel_are_found(tmp_path: Path, name, files, fault) -> None
     if "_attention.so" in files:
         inside[f"{check_wheel.LIBRARY}.json"] = DIGEST_OF_NOTHING
     found = list(check_wheel.faults_of(wheel_file(tmp_path, f"quire_llm-0.1.0-{name}.whl", inside)))
-
     assert found == [] if fault is None else any(fault in each for each in found)
 
 
 def test_installed_library_matches_its_digest() -> None:
-    faults = list(check_wheel.installed_faults())
-
-    assert faults in ([], ["has no library: the compiler failed"])
+    assert list(check_wheel.installed_faults()) in ([], ["has no library: the compiler failed"])
 
 
 # ---- changelog -----------------------------------------------------------------------------------
 
 
 def test_fragments_have_names_that_towncrier_prints_without_a_reference() -> None:
-    found = [path.name for path in (ROOT / "changelog.d").iterdir() if path.suffix == ".md"]
-
-    odd = [
-        n
-        for n in found
-        if not re.fullmatch(r"(\+[\w-]+|\d+)\.(added|changed|fixed|removed)\.md", n)
-    ]
-    assert odd == []
+    form = r"(\+[\w-]+|\d+)\.(added|changed|fixed|removed)\.md"
+    found = [path.name for path in (ROOT / "changelog.d").glob("*.md")]
+    assert [name for name in found if not re.fullmatch(form, name)] == []
 
 
 def test_newest_release_of_the_changelog_is_this_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     releases = re.findall(r"^## (\S+) \(\d{4}-\d\d-\d\d\)$", text, re.MULTILINE)
-
     assert releases[0] == __version__
     assert len(set(releases)) == len(releases)
 
@@ -320,11 +301,11 @@ def test_newest_release_of_the_changelog_is_this_version() -> None:
 # ---- audit ---------------------------------------------------------------------------------------
 
 
-def test_audit_without_a_network_is_no_failure() -> None:
+def test_audit_without_a_network_is_no_failure(tmp_path: Path) -> None:
     text, code = audit.report(None)
-
     assert code == 0
     assert "not audited" in text
+    assert audit.audited(tmp_path / "missing.txt") is None  # no result is told apart
 
 
 def test_audit_fails_for_a_known_vulnerability_only() -> None:
@@ -332,14 +313,8 @@ def test_audit_fails_for_a_known_vulnerability_only() -> None:
     sound = {"name": "b", "version": "1", "vulns": []}
     vulnerable = {"name": "c", "version": "2", "vulns": [{"id": "PYSEC-1", "fix_versions": ["3"]}]}
 
-    assert audit.report([unknown, sound]) == (
-        "1 packages audited, 1 not in the database, 0 with known vulnerabilities",
-        0,
-    )
+    summary = "1 packages audited, 1 not in the database, 0 with known vulnerabilities"
+    assert audit.report([unknown, sound]) == (summary, 0)
     text, code = audit.report([sound, vulnerable])
     assert code == 1
     assert text.startswith("c 2: PYSEC-1 (fixed in 3)\n")
-
-
-def test_audit_that_gives_no_result_is_told_apart(tmp_path: Path) -> None:
-    assert audit.audited(tmp_path / "missing.txt") is None

@@ -2,6 +2,9 @@
 
 import ast
 import re
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -52,14 +55,11 @@ def test_every_public_name_can_be_seen_by_type_checkers() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    silent = [p for p in SOURCES if not ast.get_docstring(ast.parse(p.read_text("utf-8")))]
-
-    assert silent == []
+    assert [p for p in SOURCES if not ast.get_docstring(ast.parse(p.read_text("utf-8")))] == []
 
 
 def test_every_policy_has_a_row_with_its_source() -> None:
     table = (ROOT / "docs/reference/policies.md").read_text(encoding="utf-8")
-
     for name in (FULL, *registered()):
         [row] = [line for line in table.splitlines() if line.startswith(f"| `{name}` |")]
         assert all(cell.strip() for cell in row.strip("|").split("|")), row
@@ -67,7 +67,6 @@ def test_every_policy_has_a_row_with_its_source() -> None:
 
 def test_every_codec_has_a_row() -> None:
     table = (ROOT / "docs/quantization.md").read_text(encoding="utf-8")
-
     for name in CODECS:
         assert f"\n| `{name}` | " in table
 
@@ -79,7 +78,6 @@ CONFIGS = [found for section in SECTIONS for found in configs_of(section)]
 @pytest.mark.parametrize(("names", "config"), CONFIGS)
 def test_every_option_says_what_it_is_for(names, config) -> None:
     documented = documented_attributes(config.__doc__ or "")
-
     for field in fields(config):
         info = field.metadata.get("option", OptionInfo())
         assert info.help or documented.get(field.name, ""), field.name
@@ -90,7 +88,6 @@ def test_every_option_has_a_row(names, config) -> None:
     table = (ROOT / "docs/reference/options.md").read_text(encoding="utf-8")
     _, _, after = table.partition(f"`[{'.'.join(names)}]`\n")
     rows = after.split("\n## ")[0]
-
     for field in fields(config):
         assert f"\n| `{field.name}` |" in rows
 
@@ -109,11 +106,9 @@ def test_nothing_shipped_names_a_place_of_one_machine() -> None:
 def test_license_and_notice_name_what_is_shipped() -> None:
     notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
     shipped = sorted((ROOT / "src/quire/assets").iterdir())
-
     assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text(encoding="utf-8")
     for path in shipped:
-        covered = path.suffix == ".md" or f"src/quire/assets/{path.name}" in notice
-        assert covered, path.name
+        assert path.suffix == ".md" or f"src/quire/assets/{path.name}" in notice, path.name
 
 
 def test_only_commands_that_exist_are_named_after_quire_bench() -> None:
@@ -123,8 +118,7 @@ def test_only_commands_that_exist_are_named_after_quire_bench() -> None:
     sources = [*(ROOT / "benchmarks").rglob("*.py"), *pages, *top]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
 
-    found = set(re.findall(r"quire bench ([a-z][a-z-]*)", text))
-    assert found <= {"throughput", "latency"}
+    assert set(re.findall(r"quire bench ([a-z][a-z-]*)", text)) <= {"throughput", "latency"}
     named = set(re.findall(r"python -m benchmarks ([a-z][a-z-]*)", text))
     registered_commands = {command.name for command in benchmarks.registered_commands}
     assert named <= registered_commands | {"claims"}, named - registered_commands
@@ -162,7 +156,6 @@ def test_no_test_sets_or_patches_a_private_attribute() -> None:
         for path in sorted((ROOT / "tests").rglob("*.py"))
         for line, text in private_writes(ast.parse(path.read_text(encoding="utf-8")))
     ]
-
     assert not found
 
 
@@ -187,3 +180,42 @@ def test_no_test_sets_or_patches_a_private_attribute() -> None:
 )
 def test_writes_of_private_attributes_are_found(line: str, is_found: bool) -> None:
     assert bool(list(private_writes(ast.parse(line)))) == is_found
+
+
+# ---- modules of the no-torch contract ------------------------------------------------------------
+
+HEAVY = ("torch", "transformers")
+LOADED_BY_THEIR_PACKAGE = ("quire.hf.",)  # its `__init__` is for users of Transformers
+
+
+def torch_free_modules() -> list[str]:
+    """Modules of the contract, including those inside packages."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = project["tool"]["importlinter"]["contracts"]
+    [contract] = [each for each in contracts if each["id"] == "no-torch"]
+    found = set()
+    for name in contract["source_modules"]:
+        if name.startswith(LOADED_BY_THEIR_PACKAGE):
+            continue
+        path = ROOT / "src" / Path(*name.split("."))
+        files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
+        for file in files:
+            parts = file.relative_to(ROOT / "src").with_suffix("").parts
+            found.add(".".join(part for part in parts if part != "__init__"))
+    return sorted(found)
+
+
+def test_torch_free_modules_load_no_tensor_library() -> None:
+    modules = torch_free_modules()
+    for package in ("config", "layout", "scheduler", "tenancy", "plan", "sim"):
+        assert f"quire.{package}" in modules
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"    loaded = [heavy for heavy in {HEAVY!r} if heavy in sys.modules]\n"
+        "    assert not loaded, f'{name} loads {loaded}'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr

@@ -12,21 +12,16 @@ from pydantic import BaseModel, Field
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=60)
 GREEDY = {"model": MODEL, "temperature": 0}
-LONG = 600
-"""Tokens of structured outputs: quire-tiny fills them with white space."""
-
+LONG = 600  # tokens of structured outputs: quire-tiny fills them with white space
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 WEATHER = {
     "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "the weather of a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 12}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
+    "function": {"name": "weather", "description": "the weather of a city", "parameters": CITY},
 }
 
 
@@ -38,6 +33,14 @@ class Cat(BaseModel):
     colour: Literal["black", "white"]
 
 
+def complete(**options: object) -> object:
+    return client.completions.create(**{**GREEDY, "prompt": PROMPT} | options)
+
+
+def ask(**options: object) -> object:
+    return client.chat.completions.create(**{**GREEDY, "messages": MESSAGES} | options)
+
+
 @check
 def models() -> None:
     [model] = client.models.list().data
@@ -46,16 +49,8 @@ def models() -> None:
 
 @check
 def completion_stream_and_usage() -> None:
-    whole = client.completions.create(prompt=PROMPT, max_tokens=9, **GREEDY)
-    chunks = list(
-        client.completions.create(
-            prompt=PROMPT,
-            max_tokens=9,
-            stream=True,
-            stream_options={"include_usage": True},
-            **GREEDY,
-        )
-    )
+    whole = complete(max_tokens=9)
+    chunks = list(complete(max_tokens=9, stream=True, stream_options={"include_usage": True}))
     assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 9
 
@@ -71,44 +66,31 @@ def several_prompts_n_and_echo() -> None:
 
 @check
 def logprobs_of_completions_and_chats() -> None:
-    found = client.completions.create(prompt=PROMPT, max_tokens=3, logprobs=2, **GREEDY)
-    logprobs = found.choices[0].logprobs
+    logprobs = complete(max_tokens=3, logprobs=2).choices[0].logprobs
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 3
     assert all(max(top.values()) <= 0 for top in logprobs.top_logprobs)
-    chat = client.chat.completions.create(
-        messages=MESSAGES, max_tokens=3, logprobs=True, top_logprobs=2, **GREEDY
-    )
-    content = chat.choices[0].logprobs.content
+    content = ask(max_tokens=3, logprobs=True, top_logprobs=2).choices[0].logprobs.content
     assert [len(token.top_logprobs) for token in content] == [2, 2, 2]
 
 
 @check
 def stop_ends_the_output() -> None:
-    whole = client.completions.create(prompt=PROMPT, max_tokens=30, **GREEDY).choices[0].text
+    whole = complete(max_tokens=30).choices[0].text
     stop = whole[8:12]
-    found = client.completions.create(prompt=PROMPT, max_tokens=30, stop=[stop], **GREEDY)
-    assert found.choices[0].finish_reason == "stop"
-    assert found.choices[0].text == whole[: whole.index(stop)]
+    [found] = complete(max_tokens=30, stop=[stop]).choices
+    assert (found.finish_reason, found.text) == ("stop", whole[: whole.index(stop)])
 
 
 @check
 def seed_repeats_the_output() -> None:
-    texts = [
-        client.completions.create(
-            model=MODEL, prompt=PROMPT, max_tokens=12, temperature=1, seed=seed
-        )
-        .choices[0]
-        .text
-        for seed in (3, 3, 4)
-    ]
+    found = [complete(max_tokens=12, temperature=1, seed=seed) for seed in (3, 3, 4)]
+    texts = [one.choices[0].text for one in found]
     assert texts[0] == texts[1] != texts[2]
 
 
 @check
 def chat_stream() -> None:
-    options = {"messages": MESSAGES, "max_completion_tokens": 6, **GREEDY}
-    whole = client.chat.completions.create(**options)
-    chunks = list(client.chat.completions.create(**options, stream=True))
+    whole, *chunks = ask(max_completion_tokens=6), *ask(max_completion_tokens=6, stream=True)
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(c.choices[0].delta.content or "" for c in chunks)
     assert text == whole.choices[0].message.content
@@ -135,23 +117,17 @@ def parse_returns_the_object() -> None:
 
 @check
 def json_object_and_extra_body() -> None:
-    found = client.chat.completions.create(
-        messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=60, **GREEDY
-    )
+    found = ask(response_format={"type": "json_object"}, max_tokens=60)
     assert found.choices[0].message.content.startswith("{")
     expression = {"regex": r'\{"a": [0-9]{2}\}'}
-    found = client.chat.completions.create(
-        messages=MESSAGES, max_tokens=60, extra_body={"structured_outputs": expression}, **GREEDY
-    )
+    found = ask(max_tokens=60, extra_body={"structured_outputs": expression})
     assert 10 <= json.loads(found.choices[0].message.content)["a"] + 10 < 110
 
 
 @check
 def tools_named_and_required() -> None:
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        found = client.chat.completions.create(
-            messages=MESSAGES, tools=[WEATHER], tool_choice=choice, max_tokens=LONG, **GREEDY
-        )
+        found = ask(tools=[WEATHER], tool_choice=choice, max_tokens=LONG)
         [call] = found.choices[0].message.tool_calls[:1]
         assert call.function.name == "weather"
         assert '"city"' in call.function.arguments
@@ -159,13 +135,9 @@ def tools_named_and_required() -> None:
 
 @check
 def parse_returns_the_arguments_of_a_tool() -> None:
+    tools = {"tools": [openai.pydantic_function_tool(Cat)], "parallel_tool_calls": False}
     found = client.chat.completions.parse(
-        messages=MESSAGES,
-        tools=[openai.pydantic_function_tool(Cat)],
-        tool_choice="required",
-        parallel_tool_calls=False,
-        max_tokens=LONG,
-        **GREEDY,
+        messages=MESSAGES, tool_choice="required", max_tokens=LONG, **tools, **GREEDY
     )
     [call] = found.choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, Cat)
@@ -173,14 +145,7 @@ def parse_returns_the_arguments_of_a_tool() -> None:
 
 @check
 def tools_in_a_stream() -> None:
-    chunks = client.chat.completions.create(
-        messages=MESSAGES,
-        tools=[WEATHER],
-        tool_choice="required",
-        max_tokens=LONG,
-        stream=True,
-        **GREEDY,
-    )
+    chunks = ask(tools=[WEATHER], tool_choice="required", max_tokens=LONG, stream=True)
     deltas = [c.choices[0].delta.tool_calls or [] for c in chunks if c.choices]
     calls = [call for delta in deltas for call in delta]
     assert calls[0].function.name == "weather"
@@ -189,19 +154,11 @@ def tools_in_a_stream() -> None:
 
 @check
 def answer_of_a_tool_is_read() -> None:
-    call = {"name": "weather", "arguments": '{"city": "Oslo"}'}
-    messages = [
-        *MESSAGES,
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"id": "call_1", "type": "function", "function": call}],
-        },
-        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
-    ]
-    found = client.chat.completions.create(
-        messages=messages, tools=[WEATHER], max_tokens=4, **GREEDY
-    )
+    function = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    call = {"id": "call_1", "type": "function", "function": function}
+    begun = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "rain"}
+    found = ask(messages=[*MESSAGES, begun, result], tools=[WEATHER], max_tokens=4)
     assert found.usage.completion_tokens == 4
 
 
@@ -221,19 +178,12 @@ def responses_api() -> None:
 
 @check
 def fields_without_effect_are_named_in_a_header() -> None:
+    options = {"reasoning_effort": "low", "verbosity": "medium", "metadata": {"a": "b"}}
+    options |= {"user": "u", "store": False, "service_tier": "auto", "tools": []}
+    options["response_format"] = {"type": "text"}
+    extra = {"chat_template_kwargs": {"enable_thinking": False}, "do_sample": False}
     response = client.chat.completions.with_raw_response.create(
-        messages=MESSAGES,
-        max_completion_tokens=3,
-        reasoning_effort="low",
-        verbosity="medium",
-        metadata={"a": "b"},
-        user="u",
-        store=False,
-        service_tier="auto",
-        tools=[],
-        response_format={"type": "text"},
-        extra_body={"chat_template_kwargs": {"enable_thinking": False}, "do_sample": False},
-        **GREEDY,
+        messages=MESSAGES, max_completion_tokens=3, extra_body=extra, **options, **GREEDY
     )
     ignored = "chat_template_kwargs.enable_thinking, reasoning_effort"
     assert response.headers["x-ignored-fields"] == ignored
@@ -252,7 +202,7 @@ def embeddings_have_the_default_encoding_of_the_client() -> None:
 
 def raised(kind: type[Exception], **options: object) -> Exception:
     try:
-        client.completions.create(**({"model": MODEL, "prompt": PROMPT} | options))
+        client.completions.create(**{"model": MODEL, "prompt": PROMPT} | options)
     except kind as error:
         return error
     raise AssertionError(f"{kind.__name__} was not raised")
@@ -275,8 +225,7 @@ def timeout_cancels_the_request() -> None:
 
 @check
 def closing_a_stream_cancels_its_request() -> None:
-    options = {"max_tokens": 3_000, "extra_body": {"ignore_eos": True}, **GREEDY}
-    with client.completions.create(prompt=PROMPT, stream=True, **options) as stream:
+    with complete(stream=True, max_tokens=3_000, extra_body={"ignore_eos": True}) as stream:
         next(iter(stream))
     await_no_load()
 
@@ -291,7 +240,7 @@ def await_no_load() -> None:
 @check
 def client_retries_after_503() -> None:
     """A proxy refuses the first request, as a server with a full queue."""
-    statuses = []
+    statuses, kind = [], {"Content-Type": "application/json"}
 
     class Proxy(http.server.BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
@@ -301,15 +250,13 @@ def client_retries_after_503() -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             status, content = 503, b'{"error": {"message": "full"}}'
             if statuses:
-                found = httpx.post(
-                    f"{URL}{self.path}", content=body, headers={"Content-Type": "application/json"}
-                )
+                found = httpx.post(f"{URL}{self.path}", content=body, headers=kind)
                 status, content = found.status_code, found.content
             statuses.append(status)
             self.send_response(status)
-            self.send_header("Retry-After", "1")
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
+            headers = kind | {"Retry-After": "1", "Content-Length": str(len(content))}
+            for name, value in headers.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(content)
 

@@ -6,7 +6,10 @@ from quire.config.chat_messages import MAX_EXTRA_FIELDS, read_messages
 from quire.errors import RequestError
 
 USER = {"role": "user", "content": "Hi"}
-PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {}}]
+TEXTS = [{"type": "text", "text": text} for text in "ab"]
+PARTS = [TEXTS[0], TEXTS[1] | {"cache_control": {}}]
+EMPTY = {"role": "assistant", "content": ""}
+RESULT = {"role": "tool", "tool_call_id": "1", "content": "4"}
 
 
 def call_of(arguments):
@@ -19,27 +22,14 @@ def call_of(arguments):
         (USER, USER),
         (USER | {"name": "ann", "refusal": None, "x": [None]}, USER | {"name": "ann", "x": [None]}),
         (USER | {"tool_calls": []}, USER),
-        (
-            {"role": "user", "content": PARTS},
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-            },
-        ),
-        (
-            {"role": "assistant", "content": None, "tool_calls": None},
-            {"role": "assistant", "content": ""},
-        ),
-        ({"role": "assistant"}, {"role": "assistant", "content": ""}),
-        (
-            {"role": "tool", "tool_call_id": "1", "content": "4"},
-            {"role": "tool", "tool_call_id": "1", "content": "4"},
-        ),
+        (USER | {"content": PARTS}, USER | {"content": TEXTS}),
+        ({"role": "assistant", "content": None, "tool_calls": None}, EMPTY),
+        ({"role": "assistant"}, EMPTY),
+        (RESULT, RESULT),
     ],
 )
 def test_message_is_read(message, expected):
     [found] = read_messages([message])
-
     assert found == expected
     assert read_messages([found]) == [found]
 
@@ -57,10 +47,8 @@ def test_message_is_read(message, expected):
     ],
 )
 def test_arguments_of_calls_are_objects_if_they_are_whole(arguments, expected):
-    message = {"role": "assistant", "tool_calls": [call_of("{}"), call_of(arguments)]}
-
-    [found] = read_messages([message])
-
+    calls = [call_of("{}"), call_of(arguments)]
+    [found] = read_messages([{"role": "assistant", "tool_calls": calls}])
     assert [c["function"]["arguments"] for c in found["tool_calls"]] == [{}, expected]
     assert read_messages([found]) == [found]
 
@@ -82,17 +70,12 @@ def test_arguments_of_calls_are_objects_if_they_are_whole(arguments, expected):
         ({"role": "assistant", "tool_calls": {"a": 1}}, ".tool_calls", "a list"),
         ({"role": "assistant", "tool_calls": [1]}, ".tool_calls.0", "got 1"),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, ".tool_calls.0", '"name"'),
-        (
-            {"role": "assistant", "tool_calls": [call_of(5)]},
-            ".tool_calls.0.function.arguments",
-            "got 5",
-        ),
+        (EMPTY | {"tool_calls": [call_of(5)]}, ".tool_calls.0.function.arguments", "got 5"),
     ],
 )
 def test_wrong_message_is_refused_with_its_field(message, param, text):
     with pytest.raises(RequestError) as refused:
         read_messages([USER, message])
-
     assert refused.value.param == f"messages.1{param}"
     assert text in str(refused.value)
 
@@ -105,6 +88,5 @@ def test_no_list_of_messages_is_refused(messages):
 
 def test_too_many_names_of_other_fields_are_refused():
     messages = [USER | {f"field-{number}": 1} for number in range(MAX_EXTRA_FIELDS + 1)]
-
     with pytest.raises(RequestError, match="at most 64 unknown fields in messages, got 65"):
         read_messages(messages)

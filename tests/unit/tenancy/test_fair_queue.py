@@ -21,14 +21,8 @@ numbers = itertools.count()
 
 def request(tenant="default", *, priority=0, prompt=1, output=1):
     number = next(numbers)
-    return make_request(
-        request_id=f"r{number}",
-        prompt_token_ids=[0] * prompt,
-        params=SamplingParams(max_tokens=output),
-        priority=priority,
-        arrival=number,
-        tenant=tenant,
-    )
+    place = {"priority": priority, "arrival": number, "tenant": tenant}
+    return make_request(f"r{number}", [0] * prompt, SamplingParams(max_tokens=output), **place)
 
 
 class PlainQueue:
@@ -153,13 +147,9 @@ def test_request_is_pushed_once_and_popped_once():
     with pytest.raises(InvariantError, match="is waiting already"):
         queue.push(one)
     queue.pop(one)
-
     with pytest.raises(InvariantError, match="is not waiting"):
         queue.pop(one)
     assert one not in queue
-
-
-def test_negative_token_prices_are_rejected():
     with pytest.raises(ConfigError, match="expected token prices >= 0"):
         TokenPrices(cached=-1.0)
 

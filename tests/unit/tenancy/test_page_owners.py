@@ -12,38 +12,33 @@ from support.small_memory import grow, one_group, plain_class, started, with_gro
 PAGE_BYTES = 128  # four tokens
 
 
-def test_public_prefix_is_charged_to_no_tenant():
-    memory = one_group(max_rows=8)
-    cached_reference = reference_pages(memory, started(memory, 8), 0, 8)
-    rows = [
-        start_from_references(memory, [cached_reference]),
-        start_from_references(memory, [cached_reference]),
-    ]
+def rows_with_a_prefix(memory):
+    """The reference to a cached prefix of 8 tokens, and two rows that begin with it."""
+    reference = reference_pages(memory, started(memory, 8), 0, 8)
+    rows = [start_from_references(memory, [reference]) for _ in range(2)]
     for row in rows:
         grow(memory, row, 3)
-    pages = memory.cached_references[cached_reference.key]
+    return reference, rows
+
+
+def test_public_prefix_is_charged_to_no_tenant():
+    memory = one_group(max_rows=8)
+    reference, rows = rows_with_a_prefix(memory)
+    pages = memory.cached_references[reference.key]
 
     public = bytes_by_tenant(memory, {"a": rows[:1], "b": rows[1:]}, {"public": [pages]})
-    private = bytes_by_tenant(memory, {"a": rows[:1]}, {"a": [pages]})
-
     assert public == {"public": 2 * PAGE_BYTES, "a": PAGE_BYTES, "b": PAGE_BYTES}
+    private = bytes_by_tenant(memory, {"a": rows[:1]}, {"a": [pages]})
     assert private == {"public": 0, "a": 3 * PAGE_BYTES}
 
 
 def test_first_pages_of_a_row_can_be_public():
     memory = one_group(max_rows=8, num_lanes=2)
-    cached_reference = reference_pages(memory, started(memory, 8), 0, 8)
-    rows = [
-        start_from_references(memory, [cached_reference]),
-        start_from_references(memory, [cached_reference]),
-    ]
-    for row in rows:
-        grow(memory, row, 3)
+    _, rows = rows_with_a_prefix(memory)
     alone = started(memory, 8)  # no other row shares its pages: not a public prefix yet
+    owned = {"a": [rows[0], alone], "b": rows[1:]}
 
-    held = bytes_by_tenant(
-        memory, {"a": [rows[0], alone], "b": rows[1:]}, public_tokens={rows[0]: 7, alone: 8}
-    )
+    held = bytes_by_tenant(memory, owned, public_tokens={rows[0]: 7, alone: 8})
 
     first, second = 2 * PAGE_BYTES, 2 * PAGE_BYTES  # of both lanes; 7 tokens are one whole page
     assert held["public"] == first
@@ -54,13 +49,10 @@ def test_first_pages_of_a_row_can_be_public():
 def test_idle_prefix_is_charged_to_its_tenant():
     memory = one_group()
     row = started(memory, 8)
-    cached_reference = reference_pages(memory, row, 0, 8)
+    reference = reference_pages(memory, row, 0, 8)
     memory.release([row])
-
-    assert bytes_by_tenant(memory, {}, {"a": [memory.cached_references[cached_reference.key]]}) == {
-        "public": 0,
-        "a": 2 * PAGE_BYTES,
-    }
+    held = bytes_by_tenant(memory, {}, {"a": [memory.cached_references[reference.key]]})
+    assert held == {"public": 0, "a": 2 * PAGE_BYTES}
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 20), st.booleans()), max_size=6))
