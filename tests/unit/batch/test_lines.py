@@ -71,8 +71,9 @@ def test_line_sets_options_of_the_request(given, expected):
         assert line.options == expected
         assert line.sampling == {"max_tokens": 3}
     for salt in ("mine", "", None):
-        line = parse(COMPLETION | {"body": body | {"cache_salt": salt}})
-        assert GenerationRequest("Hi", **line.options).cache_salt == (salt or "")
+        salted = body | {"cache_salt": salt}
+        for line in (parse({"prompt": "Hi"} | salted), parse(COMPLETION | {"body": salted})):
+            assert GenerationRequest("Hi", **line.options).cache_salt == (salt or "")
 
 
 def test_messages_keep_their_parts_and_other_fields():

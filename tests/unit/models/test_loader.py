@@ -127,6 +127,11 @@ def test_unknown_dtype_or_device_is_refused(llama: Path, options, error, message
         load_model(llama, **options)
 
 
+@pytest.mark.gpu
+def test_device_auto_selects_the_gpu(llama: Path) -> None:
+    assert load_model(llama).decoder.device.type == "cuda"
+
+
 def _change(name: str, change: Callable[[Path], object]) -> Callable[[Path], object]:
     return lambda folder: change(folder / name)
 
