@@ -321,7 +321,8 @@ def test_serve_refuses_invalid_options_before_the_model_is_loaded(
 ):
     monkeypatch.chdir(tmp_path)
     Path("keys.toml").write_text("# a = 'sk-a-2f0c77d1'\n")
-    monkeypatch.setenv("QUIRE_API_KEY", "sk-variable-1")
+    if "--tenants" in flags:
+        monkeypatch.setenv("QUIRE_API_KEY", "sk-variable-1")
 
     result = quire("serve", "./no-such-model", *flags)
 

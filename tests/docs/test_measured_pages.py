@@ -171,21 +171,6 @@ def test_memory_runs_are_written_as_page_images_and_stored_results(docs: Path):
     assert (docs / "memory-measured.md").read_text() == text
 
 
-def test_page_of_peers_shows_claims_with_targets_and_the_instruction_sets(docs: Path):
-    run = run_of("peers", "125m 8x128+64", {"eight_users_vs_best_peer": 1.25})
-    run["config"] |= {"instructions": ["avx2"], "eviction": {"most": 192}, "files": "/of/one/run"}
-
-    MAKER.main(["peers", put(docs / "run", run)], docs)
-
-    text = (docs / "peers-measured.md").read_text()
-    label = MAKER.PAGES["peers"].labels["eight_users_vs_best_peer"]
-    assert f"| {label} | 1.25 | at least 1.0 |" in text
-    assert "## 125M parameters: 8 users" in text
-    assert "a processor (avx2)" in text
-    assert "retains 192 tokens" in text
-    assert stored_in(docs, "peers")["config"]["files"] == "run"  # not the folder of one machine
-
-
 def test_runs_of_two_benchmarks_share_a_page(docs: Path):
     def page_of(*runs: dict[str, Any]) -> str:
         MAKER.main(["eviction", *(put(docs / "run", run) for run in runs)], docs)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.cluster.runs import ClusterBenchConfig, at_load, for_replicas, one_machine
+from benchmarks.cluster.runs import at_load, for_replicas
 from support.sim_traces import request, trace
 
 TALK = trace(*(request(i, i * 0.5, 9, 20, shared=[(0, 32), (1 + i % 8, 32)]) for i in range(1, 41)))
@@ -30,12 +30,3 @@ def test_load_of_more_replicas_has_more_conversations(replicas):
     assert load.requests[0].arrival_s == 0
     # every conversation is whole
     assert {sum(r.prompt[1] == q.prompt[1] for r in load.requests) for q in load.requests} == {5}
-
-
-def test_one_machine_has_everything_of_all_replicas():
-    bench = ClusterBenchConfig(replicas=4)
-    one, all_of_them = bench.engine(), one_machine(bench)
-
-    assert all_of_them.kv.memory == 4 * one.kv.memory
-    assert all_of_them.rates.flops_per_s == 4 * one.rates.flops_per_s
-    assert all_of_them.schedule.max_num_seqs == 4 * one.schedule.max_num_seqs

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.guides import body_limits, layer_batches, lm_eval, page_map, simulate
-from benchmarks.guides.body_limits import QUICK_BODY_LIMITS, CaseFound
+from benchmarks.guides.body_limits import CaseFound
 from benchmarks.guides.layer_batches import LayerBatchesConfig, StepBytes
 from benchmarks.guides.page_map import PageMapConfig
 from quire.errors import ConfigError
@@ -70,19 +70,6 @@ def test_pages_alternate_or_come_in_chunks_and_pairs_share_half_of_them():
     assert (owner != FREE).sum() == shared + 4 * 10
 
 
-@pytest.mark.slow
-def test_quick_run_of_the_page_map_prints_every_figure_and_no_claim(capsys):
-    page_map.main(["--quick"])
-
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["claims"] == {}
-    figures = found["quick_figures"]
-    assert figures["alternating_body_bytes"] > figures["chunks_body_bytes"]
-    assert figures["overview_refresh_s"] > 0
-    assert len(found["arms"]["shared"]["copy_s"]) == found["config"]["repeats"]
-    assert len(found["arms"]["overview_refresh_s"]) == found["config"]["engine_views"]
-
-
 def test_a_step_transfers_each_offloaded_layer_once_for_any_number_of_batches():
     whole, shared = (layer_batches.step_bytes(SMALL_STEP, batches) for batches in (1, 2))
 
@@ -121,15 +108,3 @@ def test_claims_are_medians_and_the_largest_memory():
         "content_health_s": 0.3,
         "slowest_health_s": 0.3,
     }
-
-
-@pytest.mark.slow
-def test_quick_run_of_the_body_limits_measures_every_case(capsys):
-    body_limits.main(["--quick"])
-
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["claims"] == {}
-    for name in ("idle", *body_limits.cases(QUICK_BODY_LIMITS)):
-        assert found["quick_figures"][f"{name}_other_s"] > 0
-        assert found["quick_figures"][f"{name}_resident_bytes"] > 100 << 20
-    assert found["quick_figures"]["slowest_health_s"] > 0

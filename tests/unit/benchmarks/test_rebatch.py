@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.rebatch.bound import Costs, Forwards, fit, ideal_s
 from benchmarks.rebatch.config import ALL_ARMS, EMBEDDING, QUICK_REBATCH, SHAPING, STATIC
-from benchmarks.rebatch.load import TraceQuery, recorded, workload
+from benchmarks.rebatch.load import TraceQuery, workload
 from benchmarks.rebatch.parts import AtBatch, claims, measure
 from benchmarks.rebatch.run import RebatchRun, SkippingClock
 
@@ -27,16 +27,6 @@ def test_workloads_match_the_paper():
     assert all(40 <= n <= 260 for n in second)
     scaled = [requested.prompt_tokens for requested in workload("w1", 0.01)]
     assert scaled == [max(2, round(requested.prompt_tokens * 0.01)) for requested in w1]
-
-
-def test_trace_scales_gaps_and_marks_urgent_requests():
-    load = recorded(16, 0.1, 30.0, urgent_every=8)
-
-    assert load[0].arrival_s == 0
-    assert load[-1].arrival_s == pytest.approx(30.0)
-    assert [requested.priority for requested in load].count(0) == 2
-    assert load[0].prompt_tokens == 37  # 374 in the file
-    assert load[1].arrival_s / load[2].arrival_s == pytest.approx(4.315 / 4.542, rel=1e-3)
 
 
 def test_clock_skips_idle_time():

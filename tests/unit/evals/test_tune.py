@@ -141,6 +141,7 @@ def test_pareto_front_is_not_beaten(found):
 
     front = pareto(candidates, quality, rows)
 
+    assert max(one.mean for one in quality.values()) in [quality[one].mean for one in front]
     for one in front:
         for other in candidates:
             better = rows[other] >= rows[one] and quality[other].mean > quality[one].mean

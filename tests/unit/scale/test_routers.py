@@ -139,15 +139,6 @@ def test_session_stays_on_its_replica_within_the_imbalance(extra):
     assert chosen == ("b" if extra <= 300 else "a")
 
 
-def test_requests_without_a_cached_prefix_are_spread():
-    router = kv_aware()
-    replicas = [idle("a"), idle("b"), idle("c")]
-
-    chosen = [send(router, request((number,)), replicas) for number in range(10, 16)]
-
-    assert sorted(chosen) == [*"aabbcc"]
-
-
 def test_events_and_losses_say_which_blocks_are_cached():
     router = kv_aware()
     router.note_sent(request((1, 2, 3, 4)), "a")

@@ -215,6 +215,7 @@ def test_tenants_of_a_column_or_in_turn(write):
         (AZURE.replace("2023-11-16 18:15:50.9951690", "soon"), "line 3: expected a date and time"),
         (AZURE.replace("GeneratedTokens", "Generated"), "GeneratedTokens missing"),
         (MOONCAKE.replace("[0, 1, 9]", "[0, 1]"), "line 2: expected a hash id for each 512"),
+        (MOONCAKE.replace("[0, 1, 9]", "[0, 1, 9, 3]"), "line 2: expected a hash id for each 512"),
         (MOONCAKE.replace("[0, 1, 9]", "[0, 1, -9]"), "line 2: expected hash_ids"),
         (MOONCAKE.replace("[0, 1, 9]", "7"), "line 2: expected hash_ids"),
         (MOONCAKE.replace("1030,", "-1030,"), "line 2: expected input_length"),
