@@ -115,8 +115,8 @@ def test_kv_bytes_of_arms_match_hand_computation():
     assert all(0 <= regret < 0.01 for regret in bench.regrets(found).values())  # near ties only
     kv_bytes = {arm.arm: arm.kv_bytes for arm in found.arms}
 
-    slots = {"quire": 48, "hf_static": 47, "hf_cb": 64}
-    assert kv_bytes == {arm: 4 * number * 256 for arm, number in slots.items()}
+    slots = {"quire": 4 * 48, "hf_static": 4 * 47, "hf_cb": 4 * 64, "hf_one": 47}
+    assert kv_bytes == {arm: number * 256 for arm, number in slots.items()}
 
 
 def test_the_memory_of_a_hybrid_holds_states_and_pages():

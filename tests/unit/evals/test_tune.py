@@ -208,7 +208,7 @@ def test_an_interrupted_search_goes_on_with_the_same_result(tmp_path, data):
         assert again["claims"][name] == whole["claims"][name]
     assert again["arms"]["chosen"] == whole["arms"]["chosen"]
     assert again["arms"]["rounds"] == whole["arms"]["rounds"]
-    assert f"\nresumes: {len(lines) // 2} results are stored in {scores}\n" in stderr
+    assert f"resumes: {len(lines) // 2} results are stored in {scores}\n" in stderr
 
 
 def test_a_search_ends_at_its_time_limit_with_the_best_so_far(tmp_path, data, monkeypatch):
