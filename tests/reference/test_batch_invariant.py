@@ -6,6 +6,7 @@ chunks, in an ample memory.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,11 @@ from quire.engine.open_tier import kv_fingerprint
 from quire.errors import RequestError, UnsoundCombination
 from quire.kernels import select
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
+from quire.kernels.native.linear import Products
+from quire.models import adapter, loader
+from quire.models.loader import LoadedModel, make_decoder
+from quire.models.native.decoder import NativeDecoder
+from quire.models.native_linear import available_products
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo
 from support.engines import load
@@ -30,17 +36,15 @@ MIXTURES = ("mixtral", "gpt_oss", "llama4", "mimo_v2_flash", "deepseek_v3", "qwe
 NARROW = "gemma4_unified"
 OTHERS = (*MIXTURES, NARROW, "phi3_longrope")
 DENSE = [name for name in zoo.ARCHITECTURES if name not in OTHERS]
-LATENT = ("youtu", "minicpm3", "glm_moe_dsa_dense")
+LATENT = ["youtu", "minicpm3", "glm_moe_dsa_dense"]
+HALF = (torch.float32, torch.float16)
 QUICK = ("llama", "glm_moe_dsa_dense")
 HYBRIDS = ("mamba", "mamba2", "zamba", "zamba2", "falcon_h1", "olmo_hybrid", "lfm3")
 
 
 @pytest.mark.parametrize(
     "architecture",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK))
-        for name in (*DENSE, *LATENT)
-    ],
+    [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in DENSE + LATENT if n not in QUICK)],
 )
 def test_no_batch_changes_a_bit(architecture):
     preemptions = check(model_of(architecture), range(4))
@@ -51,9 +55,8 @@ def test_no_batch_changes_a_bit(architecture):
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [
-        pytest.param("llama", torch.float32, marks=pytest.mark.slow),
-        pytest.param("llama", torch.float16, marks=pytest.mark.slow),
         ("mistral", torch.float32),  # pages that left its window are freed
+        *(pytest.param("llama", dtype, marks=pytest.mark.slow) for dtype in HALF),
     ],
 )
 def test_no_batch_changes_a_bit_in_another_type(architecture, dtype):
@@ -62,12 +65,7 @@ def test_no_batch_changes_a_bit_in_another_type(architecture, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "architecture",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("qwen3_5", "bamba")))
-        for name in (*zoo.HYBRID, *HYBRIDS)
-        if name not in MIXTURES
-    ],
+    "architecture", [name for name in (*zoo.HYBRID, *HYBRIDS) if name not in MIXTURES]
 )
 def test_no_batch_chunk_or_turn_changes_a_bit_of_a_hybrid(architecture):
     """Tokens of a prompt, an output and a later prompt update the states by one operation."""
@@ -112,36 +110,26 @@ def test_no_batch_changes_a_bit_on_any_path_of_the_c_library(path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_no_batch_changes_a_bit_with_several_threads(threads):
-    before = torch.get_num_threads()
+def test_no_batch_changes_a_bit_with_several_threads(threads, request):
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(threads)
-    try:
-        check(model_of("llama"), range(3))
-    finally:
-        torch.set_num_threads(before)
+    check(model_of("llama"), range(3))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["llama", "glm_moe_dsa_dense"])
+@pytest.mark.parametrize("architecture", QUICK)
 @pytest.mark.parametrize(
     "kv",
     [
-        {"codec": "int8"},
-        {"codec": "fp8/int8"},
-        {"codec": "int4_outliers"},
-        {"evict": "snapkv:cap=48,every=8,window=8"},
-        {"evict": "keydiff:cap=48,every=8"},
-        {"evict": "sinks:cap=48,every=8"},
+        *({"codec": codec} for codec in ("int8", "fp8/int8", "int4_outliers")),
+        *(
+            {"evict": f"{rule}cap=48,every=8"}
+            for rule in ("snapkv:window=8,", "keydiff:", "sinks:")
+        ),
     ],
 )
 def test_no_batch_changes_a_bit_with_allowed_codecs_and_rules(architecture, kv):
     check(model_of(architecture), range(4), kv)
-
-
-def test_joined_keys_that_the_c_library_cannot_read_are_rejected():
-    """The rotated part of its keys has 4 elements."""
-    with pytest.raises(UnsoundCombination, match="whose parts are no multiples of 8"):
-        run(model_of(NARROW), [0])
 
 
 def test_without_the_option_a_batch_changes_bits():
@@ -159,15 +147,10 @@ def test_without_the_option_a_batch_changes_bits():
     [
         ({"evict": "h2o:cap=48"}, "sum a statistic over tokens.*such as sinks, keydiff or snapkv"),
         ({"evict": "average:cap=48"}, "sum a statistic over tokens"),
-        (
-            {"evict": "sinks:cap=48,when=pressure"},
-            "an eviction depends on other requests; use another when=",
-        ),
+        ({"evict": "h2o:cap=16", "evict_allow": "all"}, "refuses rules that sum a statistic over"),
+        ({"evict": "sinks:cap=48,when=pressure"}, "depends on other requests; use another when="),
         ({"evict": "streaming:cap=48"}, "needs native attention, got pre_rope"),
-        (
-            {"codec": "int8+residual=16"},
-            "keeps a full-precision window of recent tokens; use --kv-codec none",
-        ),
+        ({"codec": "int8+residual=16"}, "full-precision window of recent tokens; use --kv-codec"),
         ({"attention": "gathered"}, "--attention gathered"),
         ({"offload_memory": "1MiB"}, "attention over offloaded KV"),
     ],
@@ -177,20 +160,15 @@ def test_options_that_depend_on_the_batch_are_rejected(kv, says):
         run(model_of("llama"), [0], kv)
 
 
-def test_a_default_rule_with_sums_is_rejected_although_requests_may_name_all_rules():
-    kv = KVConfig(memory="1MiB", evict="h2o:cap=16,every=4", evict_allow="all")
-
-    with pytest.raises(UnsoundCombination, match="refuses rules that sum a statistic over tokens"):
-        Engine(model_of("llama"), kv, ScheduleConfig(batch_invariant=True))
-
-
-def test_a_request_that_depends_on_the_batch_is_rejected():
+def test_requests_and_models_that_depend_on_the_batch_are_rejected():
+    """The rotated part of the keys of `NARROW` has 4 elements."""
     config = KVConfig(memory="1MiB", evict="sinks:cap=48")
     engine = Engine(model_of("llama"), config, ScheduleConfig(batch_invariant=True))
+    request = GenerationRequest([5] * 60, SamplingParams(), evict="sinks:cap=40,when=pressure")
     with pytest.raises(RequestError, match="an eviction depends on other requests"):
-        engine.submit(
-            GenerationRequest([5] * 60, SamplingParams(), evict="sinks:cap=40,when=pressure")
-        )
+        engine.submit(request)
+    with pytest.raises(UnsoundCombination, match="whose parts are no multiples of 8"):
+        run(model_of(NARROW), [0])
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)
@@ -201,9 +179,51 @@ def test_a_mixture_of_experts_is_rejected(architecture):
 
 def test_prefix_keys_differ_from_those_of_engines_without_the_option():
     natures = set()
-    for batch_invariant in (False, True):
-        schedule = ScheduleConfig(batch_invariant=batch_invariant)
+    for invariant in (False, True):
+        schedule = ScheduleConfig(batch_invariant=invariant)
         engine = Engine(model_of("llama"), KVConfig(memory="1MiB"), schedule)
         natures.add(kv_fingerprint(engine.pool, engine.model))
 
     assert len(natures) == 2
+
+
+# ---- the fused and the quantized layers ----------------------------------------------------------
+
+
+def with_layers(architecture: str, impl: str, codec: str) -> LoadedModel:
+    plain = zoo.build(architecture).to(torch.bfloat16)
+    decoder = make_decoder(plain, None, impl=impl, codec=codec)
+    return replace(model_of(architecture), decoder=decoder, weight_codec=codec)
+
+
+@pytest.mark.skipif(available_products() is None, reason="no products of the C extension")
+@pytest.mark.parametrize("path", range(1, len(PATHS)), ids=PATHS[1:])
+@pytest.mark.parametrize("pages", ["none", "int8"])
+@pytest.mark.parametrize("weights", ["auto", "int8", "int4"])
+def test_no_batch_changes_a_bit_in_the_native_decoder(weights, pages, path, monkeypatch):
+    library = load_library()
+    if path > library.path:
+        pytest.skip("this CPU has no such instructions")
+    limited = replace(library, path=path)
+    monkeypatch.setattr(select, "tested_library", lambda: limited)
+    monkeypatch.setattr(loader, "load_library", lambda: limited)
+    for name in ("available_products", "fastest_products"):
+        monkeypatch.setattr(adapter, name, lambda: Products(limited))
+    model = with_layers("qwen3", "native", weights)
+    assert isinstance(model.decoder, NativeDecoder)
+
+    assert check(model, range(0, 4, 2), {"codec": pages}) > 0
+
+
+@pytest.mark.skipif(available_products() is None, reason="no products of quantized weights")
+@pytest.mark.parametrize(
+    ("architecture", "impl", "codec"),
+    [
+        ("qwen3", "native", "int4"),
+        pytest.param("qwen3", "native", "int8", marks=pytest.mark.slow),
+        pytest.param("llama", "transformers", "int8", marks=pytest.mark.slow),
+        pytest.param("gpt2", "transformers", "int4", marks=pytest.mark.slow),
+    ],
+)
+def test_no_batch_changes_a_bit_with_quantized_weights(architecture, impl, codec):
+    assert check(with_layers(architecture, impl, codec), range(2)) > 0

@@ -9,16 +9,18 @@ from functools import cache
 
 import pytest
 
+from benchmarks.batch_max.speed import rows_that_fit
+from quire.cli.plan_maximize import BatchQuestion, batch_report
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits
-from quire.models.loader import LoadedModel
+from quire.plan.ceilings import NotUsable
 from quire.scheduler.batchers import BATCHERS
 from quire.scheduler.peaks import need_of
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import SCALED_DOWN
-from support.engines import load, make_prompts
+from support.engines import answer, greedy, load, make_prompts
 from support.kv_options import kv_config
 
 ARCHITECTURES = ("llama", "opt", "mistral", "gemma3", "gpt2")  # mistral: windows only
@@ -52,58 +54,37 @@ QUICK = [
 COUNT, LONGEST, ROWS, PAGE_TOKENS = 9, 40, 5, 4
 
 
-@cache
-def model_of(architecture: str) -> LoadedModel:
-    return load(architecture)
+model_of = cache(load)
 
 
 def params_of(number: int) -> SamplingParams:
     """Greedy, or sampled with all options that keep state for a row."""
     if number % 3:
-        return SamplingParams(max_tokens=24 + number, temperature=0.0, ignore_eos=True)
-    return SamplingParams(
-        max_tokens=28 + number,
-        temperature=0.9,
-        seed=number,
-        repetition_penalty=1.2,
-        presence_penalty=0.4,
-        frequency_penalty=0.3,
-        stop_token_ids=(5, 9),
-        ignore_eos=True,
-    )
+        return greedy(24 + number)
+    penalties = {"presence_penalty": 0.4, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
+    drawn = {"temperature": 0.9, "seed": number, "stop_token_ids": (5, 9), "ignore_eos": True}
+    return SamplingParams(max_tokens=28 + number, **drawn, **penalties)
 
 
-@cache
-def prompts() -> list[list[int]]:
-    return make_prompts(COUNT, LONGEST, seed=7)
+PROMPTS = make_prompts(COUNT, LONGEST, seed=7)
 
 
 @cache
 def alone(architecture: str, stored: str) -> dict[str, list[int]]:
     """Tokens of every query alone in enough memory."""
-    found = {}
-    for number, prompt in enumerate(prompts()):
-        kv = kv_config(memory="4MiB", page_tokens=PAGE_TOKENS, **STORED[stored])
+    found, kv = {}, kv_config(memory="4MiB", page_tokens=PAGE_TOKENS, **STORED[stored])
+    for number, prompt in enumerate(PROMPTS):
         engine = Engine(model_of(architecture), kv, ScheduleConfig(max_num_seqs=1))
-        engine.submit(GenerationRequest(prompt, params_of(number), request_id=f"r{number}"))
-        deltas = [
-            delta for _ in iter(lambda e=engine: e.has_work, False) for delta in engine.step()
-        ]
-        found[f"r{number}"] = [token for delta in deltas for token in delta.token_ids]
+        request = GenerationRequest(prompt, params_of(number), request_id=f"r{number}")
+        found |= {name: tokens for (name, _), tokens in answer(engine, [request]).tokens.items()}
     return found
 
 
 def engine_of(batcher: str, architecture: str, stored: str, rooms: float) -> Engine:
     """An engine whose memory holds `rooms` of the largest query."""
-    schedule = ScheduleConfig(
-        max_num_seqs=ROWS,
-        max_num_batched_tokens=32,
-        chunk_tokens=16,
-        batcher=batcher,
-        urgent=-1,
-        scale_down_at=0.4,
-        preempt="swap",
-    )
+    steps = {"max_num_seqs": ROWS, "max_num_batched_tokens": 32, "chunk_tokens": 16}
+    limits = {"urgent": -1, "scale_down_at": 0.4, "preempt": "swap"}
+    schedule = ScheduleConfig(batcher=batcher, **steps, **limits)
     kv = {"page_tokens": PAGE_TOKENS, "swap_space": "4MiB", **STORED[stored]}
     size = 1 << 14
     while True:
@@ -126,35 +107,29 @@ def check(
 ) -> list[str]:
     """Run all queries under one batcher; return the reasons of preemptions."""
     engine = engine_of(batcher, architecture, stored, rooms)
-    expected, rng = alone(architecture, stored), random.Random(seed)
-    reasons, tokens, ended = [], {name: [] for name in expected}, {}
+    expected, rng, reasons, tokens = alone(architecture, stored), random.Random(seed), [], {}
     engine.events.subscribe(
         lambda event: reasons.append(event.data["reason"]) if event.kind == "preempted" else None
     )
-    left = list(enumerate(prompts()))
+    left = list(enumerate(PROMPTS))
     rng.shuffle(left)
+    ended: dict[str, str] = {}
     while left or engine.has_work:
-        for _ in range(rng.randint(0, 4)):
-            if left:
-                number, prompt = left.pop()
-                priority = -1 if number % 4 == 3 else 0
-                name = f"r{number}"
-                engine.submit(
-                    GenerationRequest(prompt, params_of(number), request_id=name, priority=priority)
-                )
+        for number, prompt in [left.pop() for _ in range(min(rng.randint(0, 4), len(left)))]:
+            own = {"request_id": f"r{number}", "priority": -1 if number % 4 == 3 else 0}
+            engine.submit(GenerationRequest(prompt, params_of(number), **own))
         for delta in engine.step():
             assert delta.error is None, delta.error
-            tokens[delta.request_id] += delta.token_ids
+            tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
             if delta.finish_reason:
                 ended[delta.request_id] = delta.finish_reason
-        if tokens["r8"] and "r8" not in ended:
+        if tokens.get("r8") and "r8" not in ended:
             engine.cancel("r8")
         engine.check()
 
     assert sorted(ended) == sorted(expected)
     assert ended.pop("r8") == "abort"
-    for name in ended:
-        assert tokens[name] == expected[name], name
+    assert {name: tokens[name] for name in ended} == {name: expected[name] for name in ended}
     assert tokens["r8"] == expected["r8"][: len(tokens["r8"])]
     assert not engine.pool.host.used_bytes
     return reasons
@@ -177,3 +152,19 @@ def test_tokens_equal_in_every_combination(batcher, architecture, stored):
         pytest.skip("every layer has a window already: nothing is left to a rule")
     for seed in range(2):
         check(batcher, architecture, stored, rooms=2.2 + seed, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "evict",
+    ["h2o:cap=60,every=8", "expected_attention:cap=400"],  # the second is never passed
+)
+def test_planned_batches_equal_the_batches_an_engine_admits(evict):
+    """Those that `quire plan --maximize-batch` names."""
+    sizes = {"prompt_tokens": 100, "new_tokens": 20, "kv_bytes": 256 << 10}
+    question = BatchQuestion(**sizes, kv_codec="float32", evict=evict)
+    model = load("llama")
+    report = batch_report(model.spec, question, lambda rule: NotUsable("not measured"))
+
+    for arm in report.arms:
+        kv = kv_config(memory="256KiB", evict=arm.evict, enable_prefix_caching=False)
+        assert arm.rows == rows_that_fit(model, kv, 100, 20)

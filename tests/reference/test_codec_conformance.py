@@ -8,6 +8,7 @@ Products are exact (tests/support/exact_products.py), so equal codes give equal 
 """
 
 from collections import Counter
+from contextlib import nullcontext
 from functools import cache
 from itertools import product
 
@@ -29,10 +30,9 @@ from quire.layout.kv_format import read_format
 from quire.policies.eviction import GRANULARITIES, PAGE, TOKEN, make_eviction
 from quire.policies.registry import registered
 from quire.scheduler.schedule_config import ScheduleConfig
-from reference.test_eviction import largest_difference
-from reference.test_eviction_engine import Run, run
+from reference.test_eviction_engine import Run, loaded, run
 from reference.test_eviction_matrix import Case
-from support.engines import greedy, load
+from support.engines import greedy, largest_difference, load
 from support.exact_products import use_exact_products
 from support.kv_options import kv_config
 
@@ -56,11 +56,6 @@ def goes(codec: str, policy: str) -> bool:
     """Whether the combination is allowed, written independently of the engine."""
     # measured constants are those of keys after RoPE
     return policy not in REROTATES or not CODECS[codec].constants
-
-
-@cache
-def loaded(name: str):
-    return load(name)
 
 
 _folders: dict[str, str] = {}
@@ -91,15 +86,9 @@ def _exact_products():
 
 
 def answer(codec: str, rule: str, model: str = MODELS[0], **options) -> Run:
-    kv = {
-        "codec": codec,
-        "constants": constants_of(codec, model),
-        "evict": rule,
-        "evict_allow": "",
-        "enable_prefix_caching": False,
-    }
+    kv = {"codec": codec, "constants": constants_of(codec, model), "enable_prefix_caching": False}
     jobs = {name: (prompt, rule) for name, prompt in PROMPTS.items()}
-    return run(jobs, model=model, kv=kv, **options)
+    return run(jobs, model=model, kv=kv | {"evict": rule, "evict_allow": ""}, **options)
 
 
 @cache
@@ -118,20 +107,12 @@ def test_a_codec_is_allowed_with_all_rules_except_those_it_excludes(codec, every
     found = Counter()
     pairs = sorted(SOUND, key=lambda pair: goes(codec, pair[0]))
     for policy, granularity in pairs[LOSSY.index(codec) % every :: every]:
-        config = kv_config(
-            memory="8MiB",
-            page_tokens=4,
-            codec=codec,
-            constants=constants_of(codec, MODELS[0]),
-            evict=rule_of(policy, granularity),
-            evict_allow="",
-        )
-        wanted = goes(codec, policy)
+        kv = {"memory": "8MiB", "page_tokens": 4, "constants": constants_of(codec, MODELS[0])}
+        rule, wanted = rule_of(policy, granularity), goes(codec, policy)
+        config = kv_config(codec=codec, evict=rule, evict_allow="", **kv)
         found[wanted] += 1
-        if wanted:
-            Engine(loaded(MODELS[0]), config, ScheduleConfig(max_num_seqs=4))
-            continue
-        with pytest.raises(UnsoundCombination, match="; use "):
+        refused = pytest.raises(UnsoundCombination, match="; use ")
+        with nullcontext() if wanted else refused:
             Engine(loaded(MODELS[0]), config, ScheduleConfig(max_num_seqs=4))
     assert found[True]
     assert bool(found[False]) == any(not goes(codec, policy) for policy, _ in pairs)
@@ -139,13 +120,21 @@ def test_a_codec_is_allowed_with_all_rules_except_those_it_excludes(codec, every
 
 def cells() -> list:
     """Each codec with each allowed rule; a few of them are fast."""
-    found = []
-    for number, (codec, (policy, granularity)) in enumerate(product(LOSSY, SOUND)):
-        if goes(codec, policy):
-            marks = [] if number % 127 == 0 else [pytest.mark.slow]
-            name = f"{codec}-{policy}-{granularity}"
-            found.append(pytest.param(codec, policy, granularity, id=name, marks=marks))
-    return found
+    return [
+        pytest.param(
+            *(codec, policy, granularity),
+            id=f"{codec}-{policy}-{granularity}",
+            marks=[pytest.mark.slow] * (number % 127 > 0),
+        )
+        for number, (codec, (policy, granularity)) in enumerate(product(LOSSY, SOUND))
+        if goes(codec, policy)
+    ]
+
+
+def disturbed(preempt: str) -> dict:
+    """Options of a run with chunks that are batched, and with preemption."""
+    steps = {"chunk_tokens": 7, "max_num_batched_tokens": 20}
+    return steps | {"host": "4MiB" if preempt == "swap" else 0, "preempt": preempt, "preempts": 1}
 
 
 @pytest.mark.parametrize(("codec", "policy", "granularity"), cells())
@@ -155,17 +144,7 @@ def test_batching_and_preemption_change_no_logits(codec, policy, granularity):
     turn = LOSSY.index(codec) + SOUND.index((policy, granularity))
     on_latents = not make_eviction(rule).policy.not_on_latents
     for number, model in enumerate(MODELS if on_latents else MODELS[:2], start=turn):
-        preempt = ("swap", "recompute")[number % 2]
-        host = "4MiB" if preempt == "swap" else 0
-        options = {
-            "chunk_tokens": 7,
-            "max_num_batched_tokens": 20,
-            "preempt": preempt,
-            "preempts": 1,
-        }
-
-        other = answer(codec, rule, model, host=host, **options)
-
+        other = answer(codec, rule, model, **disturbed(("swap", "recompute")[number % 2]))
         expected = undisturbed(codec, rule, model)
         assert other.traces() == expected.traces()
         # a chunk rotates the keys of its window to other places: last bits, which decide codes
@@ -226,9 +205,7 @@ PLAIN_LAYERS = [
 ]
 
 
-@cache
-def four_layers():
-    return load("qwen3", times=2)
+four_layers = cache(lambda: load("qwen3", times=2))
 
 
 def deep(codec: str, rule: str, *, host: int | str = 0, preempts: int = 0, **schedule) -> Run:
@@ -243,17 +220,7 @@ def deep(codec: str, rule: str, *, host: int | str = 0, preempts: int = 0, **sch
 @pytest.mark.parametrize(("codec", "rule", "preempt"), PLAIN_LAYERS)
 def test_layers_in_full_precision_evict_as_the_others(codec, rule, preempt):
     """Four layers, the first and the last in full precision: two lane groups under one rule."""
-    expected = deep(codec, rule, max_num_seqs=1)
-
-    other = deep(
-        codec,
-        rule,
-        chunk_tokens=7,
-        max_num_batched_tokens=20,
-        host="4MiB" if preempt == "swap" else 0,
-        preempt=preempt,
-        preempts=1,
-    )
+    expected, other = deep(codec, rule, max_num_seqs=1), deep(codec, rule, **disturbed(preempt))
 
     groups = {g.name: g.layers for g in other.engine.pool.kv.memory.layout.groups if not g.private}
     assert groups == {"full": (1, 2), "full.plain": (0, 3)}
@@ -277,7 +244,7 @@ def test_the_same_tokens_remain_whether_layers_are_quantized_or_not():
 
 
 class Encoders:
-    """Counts the vectors that codecs encode, and checks their source.
+    """Counts the vectors that codecs encode, and checks that the model computed each.
 
     Args:
         patch: undone at the end of the test.
@@ -286,15 +253,14 @@ class Encoders:
 
     def __init__(self, patch: pytest.MonkeyPatch, *, residuals: str = "") -> None:
         self.vectors, self.residuals = 0, residuals
-        self.decoded: set[int] = set()
         self.made: list[torch.Tensor] = []
         for cls in set(registered_codecs().values()):
             patch.setattr(cls, "encode", self._counted(cls.encode))
         attend = StepAttention.attend
 
-        def attending(step, layer, math, query, key, value, rotary=None, rope=None):
+        def attending(step, layer, math, query, key, value, *rest, **options):
             self.made += [key.detach().clone(), value.detach().clone()]
-            return attend(step, layer, math, query, key, value, rotary, rope)
+            return attend(step, layer, math, query, key, value, *rest, **options)
 
         patch.setattr(StepAttention, "attend", attending)
 
@@ -302,31 +268,24 @@ class Encoders:
         def counted(codec, vectors):
             self.vectors += vectors[..., 0].numel()
             if codec.spec.name != self.residuals:
-                self._must_be_made(vectors)
+                known = torch.cat([x.reshape(-1, x.shape[-1]) for x in self.made])
+                flat = vectors.reshape(-1, vectors.shape[-1])
+                assert (flat[:, None] == known).all(dim=-1).any(dim=-1).all()  # bit-equal
             return encode(codec, vectors)
 
         return counted
-
-    def _must_be_made(self, vectors: torch.Tensor) -> None:
-        """Every vector is bit-equal to one that the model computed."""
-        known = torch.cat([x.reshape(-1, x.shape[-1]) for x in self.made])
-        flat = vectors.reshape(-1, vectors.shape[-1])
-        assert (flat[:, None] == known).all(dim=-1).any(dim=-1).all()
 
 
 ONCE = [*(name for name in LOSSY if not CODECS[name].per_page), "int4+sinks=2+residual=6"]
 
 
-def preempted_once() -> list:
-    """Each codec is preempted in both ways; one of them is fast."""
-    found = []
-    for number, (codec, preempt) in enumerate(product(ONCE, ("swap", "recompute"))):
-        marks = [] if number % 4 in (0, 3) else [pytest.mark.slow]
-        found.append(pytest.param(codec, preempt, id=f"{codec}-{preempt}", marks=marks))
-    return found
+ENCODED = [  # each codec is preempted in both ways; one of them is fast
+    pytest.param(codec, preempt, marks=[pytest.mark.slow] * (number % 4 not in (0, 3)))
+    for number, (codec, preempt) in enumerate(product(ONCE, ("swap", "recompute")))
+]
 
 
-@pytest.mark.parametrize(("codec", "preempt"), preempted_once())
+@pytest.mark.parametrize(("codec", "preempt"), ENCODED)
 def test_a_token_is_encoded_once_from_full_precision(codec, preempt, monkeypatch):
     """Key and value of two heads in two layers, for each processed token and no other."""
     seen = Encoders(monkeypatch)
@@ -354,10 +313,9 @@ def test_a_page_is_encoded_once_when_it_is_full(codec, monkeypatch):
 @pytest.mark.parametrize("codec", ["int8", "int2_page/int4_page", "int4+residual=5"])
 def test_tokens_of_shared_prefixes_and_forks_are_encoded_once(codec, monkeypatch):
     seen = Encoders(monkeypatch)
-    kv = {"codec": codec, "evict_allow": ""}
+    kv = {"codec": codec, "evict_allow": "", "enable_prefix_caching": True}
     jobs = {f"r{i}": ([*PROMPTS["b"][:40], 5 + i], "full") for i in range(3)}
-
-    done = run(jobs, model="qwen3", kv=kv | {"enable_prefix_caching": True}, max_num_seqs=1)
+    done = run(jobs, model="qwen3", kv=kv, max_num_seqs=1)
 
     assert sum(usage.cached_tokens for usage in done.usages.values()) == 2 * 40
     tokens = done.engine.stats().num_processed_tokens
@@ -372,12 +330,9 @@ def test_tokens_of_shared_prefixes_and_forks_are_encoded_once(codec, monkeypatch
 @pytest.mark.parametrize("codec", ["int8", "int4:group=8", "int8+residual=4", "none/int8"])
 def test_prefix_keys_depend_on_the_codec(codec):
     """Equal tokens have different keys in the prefix index for different codecs."""
-    engines = [
-        Engine(loaded("qwen3"), KVConfig(memory="1MiB", codec=text), ScheduleConfig())
-        for text in (codec, "none", "int4", codec)
-    ]
     roots = []
-    for engine in engines:
+    for text in (codec, "none", "int4", codec):
+        engine = Engine(loaded("qwen3"), KVConfig(memory="1MiB", codec=text), ScheduleConfig())
         engine.submit(GenerationRequest(PROMPTS["a"], greedy(2), request_id="r"))
         engine.step()
         [request] = engine.scheduler.running

@@ -17,12 +17,8 @@ from support.kv_options import kv_config
 from support.model_specs import small_spec
 
 CAP, EVERY = 30, 5
-BUDGETS = [
-    "(squeeze:share=0.5)",
-    "(lazy:last=6,sinks=1,threshold=0.45)",
-    "(fastgen:share=0.5)",
-    "ada",
-]
+BUDGETS = ["(squeeze:share=0.5)", "(lazy:last=6,sinks=1,threshold=0.45)"]
+BUDGETS += ["(fastgen:share=0.5)", "ada"]
 RULES = ["h2o:recent=3,", "kvcrush:base=(h2o:recent=3),sets=head,share=0.5,"]
 PROMPTS = {"a": [3 + i * i % 60 for i in range(95)], "b": [5 + i * i % 53 for i in range(70)]}
 
@@ -34,7 +30,7 @@ def rule_of(rule: str, budget: str, when: str, piece: str = "") -> str:
     return f"{rule}cap={CAP},every={EVERY},when={when},budget={budget}{piece}"
 
 
-def run_watched(text, watch, *, page_tokens=4, **options):
+def run_watched(text, watch=lambda engine: None, *, page_tokens=4, **options):
     jobs = {name: (prompt, text) for name, prompt in PROMPTS.items()}
     kv = {"evict": text, "evict_allow": ""}
     return run(jobs, kv=kv, before_step=watch, page_tokens=page_tokens, **options)
@@ -118,24 +114,21 @@ def test_a_division_without_eviction_under_pressure_is_undone():
 @budgets
 def test_a_preempted_request_is_divided_as_without_preemption(budget, preempt):
     text = rule_of(RULES[1], budget, PREFILL_AND_DECODE)
-    plain = run_watched(text, lambda engine: None)
     host = "4MiB" if preempt == "swap" else 0
-    often = run_watched(text, lambda engine: None, host=host, preempt=preempt, preempts=3)
+    often = run_watched(text, host=host, preempt=preempt, preempts=3)
 
     assert sum(usage.preemptions for usage in often.usages.values()) > 0
-    assert often.traces() == plain.traces()
+    assert often.traces() == run_watched(text).traces()
 
 
 @budgets
 def test_memory_of_the_admission_bound_suffices_without_preemption(budget):
     """Unequal lanes need at most one more page each than equal ones."""
     text = rule_of(RULES[0], budget, PREFILL_AND_DECODE)
-    wide = run_watched(text, lambda engine: None, page_tokens=4)
+    wide = run_watched(text)
     needed = max(usage.kv_peak_bytes for usage in wide.usages.values())
 
-    narrow = run_watched(text, lambda engine: None, memory=4 * needed, page_tokens=4)
-
-    assert narrow.traces() == wide.traces()
+    assert run_watched(text, memory=4 * needed).traces() == wide.traces()
 
 
 _WIDE_VALUES = HeadShape(query_heads=4, kv_heads=2, key_dim=8, value_dim=16)
@@ -143,18 +136,17 @@ _WIDE_KEYS = replace(_WIDE_VALUES, key_dim=16)
 _ONE_HEAD = HeadShape(query_heads=4, kv_heads=1, key_dim=8, value_dim=8)
 
 
+KEYS, VALUES = LayerSpec(heads=_WIDE_KEYS), LayerSpec(heads=_WIDE_VALUES)
+
+
 @pytest.mark.parametrize(
     ("layers", "rule", "reason"),
     [
-        ((None, LayerSpec(heads=_WIDE_VALUES)), "h2o:cap=16,budget=fastgen", ""),
-        (
-            (None, LayerSpec(heads=_WIDE_VALUES)),
-            "value_norm:cap=16,budget=fastgen",
-            "unequal sizes",
-        ),
-        ((None, LayerSpec(heads=_WIDE_KEYS)), "keydiff:cap=16,budget=fastgen", "unequal sizes"),
-        ((None, LayerSpec(heads=_WIDE_KEYS)), "keydiff:cap=16,budget=squeeze", ""),
-        ((None, LayerSpec(window=8, heads=_WIDE_KEYS)), "keydiff:cap=16,budget=fastgen", ""),
+        ((None, VALUES), "h2o:cap=16,budget=fastgen", ""),
+        ((None, VALUES), "value_norm:cap=16,budget=fastgen", "unequal sizes"),
+        ((None, KEYS), "keydiff:cap=16,budget=fastgen", "unequal sizes"),
+        ((None, KEYS), "keydiff:cap=16,budget=squeeze", ""),
+        ((None, replace(KEYS, window=8)), "keydiff:cap=16,budget=fastgen", ""),
         ((None, None, LayerSpec(source=1)), "snapkv:cap=40,budget=fastgen", "unequal sizes"),
         ((None, LayerSpec(source=0)), "snapkv:cap=40,budget=fastgen", ""),
         ((None, LayerSpec(heads=_ONE_HEAD)), "h2o:cap=16", "unequal numbers of them"),

@@ -1,57 +1,41 @@
 """Every query's tokens equal those of its run alone: all batchers, arrivals, preemptions, sizes."""
 
 from functools import cache, partialmethod
+from itertools import product
+from unittest.mock import Mock
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 
+from quire.config.generation_request import GenerationRequest
+from quire.config.sampling_params import SamplingParams
+from quire.engine.core import Engine
 from quire.hf import DynamicBatch
 from quire.kv.dense.slab import DenseSlab
+from quire.models.loader import load_model
+from quire.models.source import find_model
+from quire.sampling.outputs import OutputBuilder
+from quire.scheduler.schedule_config import ScheduleConfig
 from support.dynamic import CHANGING, RULES, build, check_answers, check_empty, run, run_at_random
-from support.engines import Expected, expect, make_prompts
+from support.engines import Expected, answer, expect, load, make_prompts
+from support.kv_options import kv_config
 
 PROMPTS = make_prompts(10, 60, seed=5)
+BOTH = ("llama", "opt", "mistral", "gemma3", "qwen2_window", "glm_moe_dsa")  # sdpa and eager
 ARCHITECTURES = (
-    "llama",
-    "opt",
-    "mistral",
-    "gemma3",
-    "gpt2",
-    "qwen2_window",
-    "gpt_oss",
-    "mixtral",
-    "gemma3n",
-    "gemma4",
-    "deepseek_v3",
-    "glm_moe_dsa",
+    *("llama", "opt", "mistral", "gemma3", "gpt2", "qwen2_window", "gpt_oss", "mixtral"),
+    *("gemma3n", "gemma4", "deepseek_v3", "glm_moe_dsa"),
 )
-BOTH = (
-    "llama",
-    "opt",
-    "mistral",
-    "gemma3",
-    "qwen2_window",
-    "glm_moe_dsa",
-)  # with sdpa as with eager
-HOW = {
-    "plain": {},
-    "small_host": {"scale_at": 0.6, "swap_space": 4_000},
-    "tight": {"scale_at": 0.6},
-}
+HOW = {"plain": {}, "small_host": {"scale_at": 0.6, "swap_space": 4000}, "tight": {"scale_at": 0.6}}
 PAIRWISE = [  # every rule, every architecture and every way at least twice
     (architecture, RULES[i % len(RULES)], list(HOW)[i % len(HOW)], i)
     for i, architecture in enumerate([*ARCHITECTURES, *reversed(ARCHITECTURES)])
 ]
-ALL = [
-    (architecture, rule, how, seed)
-    for architecture in ARCHITECTURES
-    for rule in RULES
-    for how in HOW
-    for seed in range(2)
-]
+ALL = list(product(ARCHITECTURES, RULES, HOW, range(2)))
 
 
 @cache
@@ -59,21 +43,15 @@ def expected_of(architecture: str) -> list[Expected]:
     return expect(architecture, PROMPTS)
 
 
-def options(architecture: str, rule: str, how: str) -> dict[str, object]:
+def check(architecture: str, rule: str, how: str, seed: int) -> None:
     """`scale_at` is a fraction of the peak of a run without it."""
-    named = dict(HOW[how]) | {"batch_size": 4, "batcher": rule}
-    if "scale_at" in named:
+    options = dict(HOW[how]) | {"batch_size": 4, "batcher": rule}
+    if "scale_at" in options:
         batch = DynamicBatch(build(architecture), batch_size=4, batcher=rule)
         run(batch, PROMPTS)
-        named["scale_at"] = int(batch.device_meter.peak_bytes * named["scale_at"])
-    return named
-
-
-def check(architecture: str, rule: str, how: str, seed: int) -> None:
+        options["scale_at"] = int(batch.device_meter.peak_bytes * options["scale_at"])
     attention = "sdpa" if architecture in BOTH and seed % 2 else "eager"
-    named = options(architecture, rule, how)
-    batch = DynamicBatch(build(architecture, attention), **named)
-
+    batch = DynamicBatch(build(architecture, attention), **options)
     seen = run_at_random(batch, PROMPTS, seed)
 
     check_answers(seen, expected_of(architecture))
@@ -98,18 +76,16 @@ def test_other_rows_change_no_logits_in_any_combination(architecture, rule, how,
 
 def valid_only(module, query, key, value, attention_mask, scaling=None, **_options):
     """Eager attention over only the slots that each query attends to."""
-    groups = query.shape[1] // key.shape[1]
-    out = torch.zeros_like(query)
-    rows, _, queries, _ = query.shape
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    for row in range(rows):
-        for i in range(queries):
-            mask = attention_mask[min(row, len(attention_mask) - 1), 0, i]
-            seen = mask == 0
-            keys = key[row][:, seen].repeat_interleave(groups, dim=0)
-            values = value[row][:, seen].repeat_interleave(groups, dim=0)
-            weights = torch.softmax(query[row, :, i, None] @ keys.transpose(1, 2) * scale, dim=-1)
-            out[row, :, i] = (weights @ values)[:, 0]
+    (rows, heads, queries, dim), out = query.shape, torch.zeros_like(query)
+    scale = dim**-0.5 if scaling is None else scaling
+    for row, i in product(range(rows), range(queries)):
+        seen = attention_mask[min(row, len(attention_mask) - 1), 0, i] == 0
+        keys, values = (
+            side[row][:, seen].repeat_interleave(heads // side.shape[1], dim=0)
+            for side in (key, value)
+        )
+        weights = torch.softmax(query[row, :, i, None] @ keys.transpose(1, 2) * scale, dim=-1)
+        out[row, :, i] = (weights @ values)[:, 0]
     return out.transpose(1, 2), None
 
 
@@ -124,12 +100,9 @@ def test_nan_in_every_slot_without_a_token_changes_no_logits(
     monkeypatch.setattr(module, "eager_attention_forward", valid_only)
     with_nan = partialmethod(DenseSlab.__init__, filler=float("nan"))
     monkeypatch.setattr(DenseSlab, "__init__", with_nan)
-    prompts = PROMPTS[:5]
-    expected = expect(architecture, prompts)
+    batch = DynamicBatch(build(architecture), batch_size=3, batcher=rule)
 
-    seen = run(DynamicBatch(build(architecture), batch_size=3, batcher=rule), prompts)
-
-    check_answers(seen, expected)
+    check_answers(run(batch, PROMPTS[:5]), expect(architecture, PROMPTS[:5]))
 
 
 @pytest.mark.parametrize("filler", [float("nan"), float("-inf")])
@@ -148,23 +121,97 @@ def test_stock_attention_reads_slots_without_a_token(monkeypatch, filler):
 @pytest.mark.parametrize("rule", ["static", "baton", "baton_pd"])
 def test_positions_are_logical_in_every_column(rule):
     """OPT has a table of positions: the position of a token is its index in its sequence."""
-    model = build("opt")
-    looked_up: list[tuple[torch.Tensor, torch.Tensor]] = []
-    embed = model.model.decoder.embed_positions.forward
-
-    def looking(mask, past=0, position_ids=None):
-        looked_up.append((mask, position_ids))
-        return embed(mask, past, position_ids=position_ids)
-
-    model.model.decoder.embed_positions.forward = looking
+    model, checked = build("opt"), 0
+    table = model.model.decoder.embed_positions
+    looked_up = table.forward = Mock(wraps=table.forward)
     batch = DynamicBatch(model, batch_size=3, batcher=rule)
     handles = [batch.submit(prompt, 6) for prompt in PROMPTS[:5]]
-    checked = 0
     while batch.has_work:
         batch.step()
-        _, positions = looked_up[-1]
+        positions = looked_up.call_args.kwargs["position_ids"]
         for query in handles:
             if query.row is not None:  # its KV ends with the token this step has read
                 assert int(positions[query.row, -1]) == query.num_to_read - 1
                 checked += 1
     assert checked >= 5 * 4
+
+
+# ---- text and log-probabilities ------------------------------------------------------------------
+
+
+def of_engine(prompts, params, model):
+    """Outputs of an engine, by prompt."""
+    engine = Engine(model, kv_config(memory="16MiB"), ScheduleConfig(max_num_seqs=4))
+    requests = [
+        GenerationRequest(prompt, params, request_id=str(i)) for i, prompt in enumerate(prompts)
+    ]
+    builders = [OutputBuilder(r.request_id, tuple(r.prompt), r) for r in requests]
+    outputs = {}
+    for delta in answer(engine, requests).deltas:
+        outputs[delta.request_id] = builders[int(delta.request_id)].add(delta)
+    return [outputs[request.request_id] for request in requests]
+
+
+def run_and_compare(batch, prompts, params, expected):
+    handles = [batch.submit(prompt, sampling=params) for prompt in prompts]
+    batch.run()
+    for handle, output in zip(handles, expected, strict=True):
+        assert handle.token_ids == list(output.token_ids)
+        assert handle.finish_reason == output.finish_reason
+    return handles
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A model with texts for an engine, and a function that makes a batch of it."""
+    folder, _ = find_model("quire-tiny")
+    loaded = load_model(folder, dtype="float32")
+
+    def make_batch(**options):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return DynamicBatch(model, tokenizer=loaded.tokenizer, **options)
+
+    return loaded, make_batch
+
+
+def test_stop_texts_end_outputs_as_in_the_engine(tiny):
+    loaded, make_batch = tiny
+    prompts = [loaded.tokenizer.encode(f"<|doc|>The {word}") for word in ("city", "river", "king")]
+    plain = of_engine(prompts, SamplingParams(max_tokens=24, temperature=0), loaded)
+    stop = tuple({output.text[6:9] for output in plain if len(output.text) > 9})
+    params = SamplingParams(max_tokens=24, temperature=0, stop=stop)
+    expected = of_engine(prompts, params, loaded)
+    handles = run_and_compare(make_batch(batch_size=2), prompts, params, expected)
+
+    assert [handle.text for handle in handles] == [output.text for output in expected]
+    assert [handle.stop_reason for handle in handles] == [o.stop_reason for o in expected]
+    assert any(handle.stop_reason in stop for handle in handles)
+
+
+@pytest.mark.parametrize("batcher", CHANGING)
+def test_log_probabilities_are_those_of_the_engine(batcher):
+    params = SamplingParams(max_tokens=12, temperature=0, logprobs=2, ignore_eos=True)
+    expected = of_engine(PROMPTS[:5], params, load("llama"))
+    batch = DynamicBatch(build("llama"), batch_size=3, batcher=batcher)
+    handles = run_and_compare(batch, PROMPTS[:5], params, expected)
+
+    for handle, output in zip(handles, expected, strict=True):
+        for ours, theirs in zip(handle.logprobs, output.logprobs, strict=True):
+            assert (ours.token_id, ours.rank) == (theirs.token_id, theirs.rank)
+            assert abs(ours.logprob - theirs.logprob) <= 1e-4
+
+
+def test_text_and_log_probabilities_move_with_an_extracted_query(tiny):
+    loaded, make_batch = tiny
+    prompt = loaded.tokenizer.encode("<|doc|>The city")
+    params = SamplingParams(max_tokens=16, temperature=0, logprobs=1, ignore_eos=True)
+    [expected] = of_engine([prompt], params, loaded)
+    first, second = make_batch(), make_batch()
+    handle = first.submit(prompt, sampling=params)
+    for _ in range(5):
+        first.step()
+    second.adopt(first.extract(handle))
+    second.run()
+
+    assert handle.text == expected.text
+    assert len(handle.logprobs) == 16

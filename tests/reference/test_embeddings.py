@@ -1,5 +1,6 @@
 """Embeddings equal the pooled hidden states of Transformers, in one batch and under pressure."""
 
+import itertools
 from functools import cache
 from itertools import cycle
 
@@ -15,7 +16,7 @@ from quire.engine.core import Engine
 from quire.errors import RequestError
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo
-from support.engines import engine_for, greedy, load, make_prompts
+from support.engines import answer, engine_for, greedy, load, make_prompts
 from support.kv_options import kv_config
 
 TOLERANCE = 2e-5
@@ -35,29 +36,27 @@ def hidden_states(architecture):
 
 def expected(architecture, pooling):
     prompts, states = hidden_states(architecture)
-    pooled = [one[-1] if pooling == "last" else one.mean(0) for one in states]
-    return prompts, [one.numpy() for one in pooled]
+    return prompts, [(s[-1] if pooling == "last" else s.mean(0)).numpy() for s in states]
 
 
 def embed(engine, prompts, pooling, *, others_after=0):
-    """The embeddings of prompts that are submitted at once, beside more urgent texts.
+    """The embeddings of prompts, and their usages; after some steps more urgent texts come."""
+    params, steps = SamplingParams(max_tokens=0, pooling=pooling), itertools.count()
+    names = [f"r{i}" for i in range(len(prompts))]
+    requests = [
+        GenerationRequest(prompt, params, request_id=name)
+        for name, prompt in zip(names, prompts, strict=True)
+    ]
 
-    The texts are submitted after some steps.
-    """
-    params = SamplingParams(max_tokens=0, pooling=pooling)
-    ids = [engine.submit(GenerationRequest(prompt, params)) for prompt in prompts]
-    others, found, steps = [], {}, 0
-    while engine.has_work:
-        if steps == others_after:
-            texts = (GenerationRequest(prompt, greedy(), priority=-1) for prompt in prompts[:4])
-            others = [engine.submit(text) for text in texts]
-        for delta in engine.step():
-            if delta.is_last:
-                found[delta.request_id] = delta
-        steps += 1
-    engine.check()
-    assert all(found[other].finish_reason == "length" for other in others)
-    return [np.array(found[one].embedding) for one in ids], [found[one].usage for one in ids]
+    def submit_others(engine):
+        if next(steps) == others_after:
+            for prompt in prompts[:4]:
+                engine.submit(GenerationRequest(prompt, greedy(), priority=-1))
+
+    deltas = answer(engine, requests, before_step=submit_others).deltas
+    last = {delta.request_id: delta for delta in deltas if delta.is_last}
+    assert [last.pop(n).finish_reason for n in [*last] if n not in names] == ["length"] * 4
+    return [np.array(last[n].embedding) for n in names], [last[n].usage for n in names]
 
 
 def engine_of(model, *, room=40.0, **options):
@@ -111,9 +110,7 @@ def test_embeddings_of_a_batch_of_fixed_rows_are_equal():
     schedule = ScheduleConfig(batch_invariant=True, max_num_batched_tokens=16)
     engine = Engine(load("llama"), kv_config(memory="1MiB"), schedule)
 
-    found, _ = embed(engine, prompts, "mean")
-
-    assert_equal(found, wanted)
+    assert_equal(embed(engine, prompts, "mean")[0], wanted)
 
 
 def test_a_normalized_embedding_of_the_python_api_has_norm_one():
@@ -134,25 +131,17 @@ class Plain(torch.nn.Module):
     forward = LlamaModel.forward
 
 
-def test_a_model_without_a_base_model_is_refused_with_the_reason():
+def test_what_cannot_be_pooled_is_refused_with_the_reason():
     model = load("llama", impl="transformers")
     model.decoder.model.model.__class__ = Plain
-    engine = Engine(model, kv_config(memory="1MiB"))
-
+    request = GenerationRequest([1, 2], SamplingParams(max_tokens=0, pooling="last"))
     with pytest.raises(RequestError, match="LlamaForCausalLM has no base model"):
-        engine.submit(GenerationRequest([1, 2], SamplingParams(max_tokens=0, pooling="last")))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+        Engine(model, kv_config(memory="1MiB")).submit(request)
+    for options, message in (
         ({"pooling": "last"}, "set max_tokens=0 and n=1"),
         ({"pooling": "last", "max_tokens": 0, "n": 2}, "set max_tokens=0 and n=1"),
         ({"pooling": "cls", "max_tokens": 0}, '"last" or "mean"'),
-    ],
-)
-def test_invalid_pooling_is_refused(options, message):
-    with pytest.raises(RequestError, match=message) as refused:
-        SamplingParams(**options)
-
-    assert refused.value.param == "pooling"
+    ):
+        with pytest.raises(RequestError, match=message) as refused:
+            SamplingParams(**options)
+        assert refused.value.param == "pooling"

@@ -1,4 +1,4 @@
-"""Per-request eviction policies: retained tokens do not depend on other requests."""
+"""Eviction in engines: only the rule of a request decides which of its tokens are retained."""
 
 import random
 import re
@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.engine.pool import MAX_GROUPS
@@ -20,13 +19,20 @@ from quire.errors import ConfigError, NeverFits, PolicyError, RequestError, Unso
 from quire.eviction.eviction import PolicyEvictor
 from quire.eviction.eviction_rules import without_numbers
 from quire.layout.eviction import EvictionSpec
-from quire.models.loader import LoadedModel
 from quire.policies import recommended
 from quire.policies.registry import policy_of, registered
 from quire.scheduler.peaks import need_of
 from quire.scheduler.schedule_config import ScheduleConfig
-from reference.test_eviction import Recorder, largest_difference
-from support.engines import greedy, load, make_prompts
+from support import zoo
+from support.engines import (
+    Answers,
+    answer,
+    greedy,
+    largest_difference,
+    load,
+    make_prompts,
+    requests_of,
+)
 from support.kv_options import kv_config
 
 CAP, EVERY, NEW_TOKENS = 24, 6, 14
@@ -56,14 +62,11 @@ ALLOW = (
 )
 
 
-@dataclass
-class Run:
+@dataclass(kw_only=True)
+class Run(Answers):
     """Results of requests, by their ids."""
 
     engine: Engine
-    logits: dict[str, list[torch.Tensor]]
-    usages: dict[str, object] = field(default_factory=dict)
-    errors: dict[str, str | None] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
 
     def traces(self) -> dict[str, list]:
@@ -74,23 +77,20 @@ class Run:
         }
 
 
-@cache
-def loaded(name: str) -> LoadedModel:
-    """One model for all engines."""
-    return load(name)
+loaded = cache(load)
 
 
 def run(
     jobs: dict[str, tuple[list[int], str]],
     *,
     model: str = "llama",
-    memory: int | str = "8MiB",
-    page_tokens: int = 4,
     host: int = 0,
     kv: dict[str, object] | None = None,
     engine: Engine | None = None,
     preempts: int = 0,
     before_step: Callable[[Engine], None] = lambda engine: None,
+    memory: int | str = "8MiB",
+    page_tokens: int = 4,
     **schedule: object,
 ) -> Run:
     """Generate for all prompts in one batch, each with its policy.
@@ -98,39 +98,28 @@ def run(
     Each request is preempted `preempts` times, some steps after an eviction.
     """
     if engine is None:
-        options = {"evict_allow": ALLOW, "enable_prefix_caching": False} | (kv or {})
-        config = kv_config(
-            memory=memory,
-            swap_space=host,
-            page_tokens=page_tokens,
-            record_evictions=True,
-            **options,
-        )
+        options = {"memory": memory, "page_tokens": page_tokens, "swap_space": host}
+        options |= {"evict_allow": ALLOW, "enable_prefix_caching": False} | (kv or {})
+        config = kv_config(record_evictions=True, **options)
         engine = Engine(loaded(model), config, ScheduleConfig(**schedule))
-    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
-    done = Run(engine, recorder.logits)
+    rng, reasons = random.Random(1), []
     engine.events.subscribe(
-        lambda event: done.reasons.append(event.data["reason"]) if event.kind == "evicted" else None
+        lambda event: reasons.append(event.data["reason"]) if event.kind == "evicted" else None
     )
-    for name, (prompt, evict) in jobs.items():
-        engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=name, evict=evict))
-    rng = random.Random(1)
-    running = engine.scheduler.running
-    while engine.has_work:
+
+    def preempt_some(engine: Engine) -> None:
         before_step(engine)
-        for request in [
-            r for r in running if r.eviction.num_evictions and r.progress.num_preemptions < preempts
-        ]:
-            if rng.random() < 0.4:
+        for request in list(engine.scheduler.running):
+            done = request.progress.num_preemptions
+            if request.eviction.num_evictions and done < preempts and rng.random() < 0.4:
                 engine.scheduler.lifecycle.preempt(request, "for the test")
-        for delta in engine.step():
-            if delta.usage is not None:
-                done.usages[delta.request_id] = delta.usage
-                done.errors[delta.request_id] = delta.error
-        engine.check()
-    assert set(done.errors.values()) <= {None}, done.errors
-    engine.sampling_step.sampler = recorder.sampler
-    return done
+
+    requests = (
+        GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=name, evict=evict)
+        for name, (prompt, evict) in jobs.items()
+    )
+    found = answer(engine, requests, before_step=preempt_some)
+    return Run(**vars(found), engine=engine, reasons=reasons)
 
 
 def jobs_of(policies: dict[str, str], count: int = 1, longest: int = 90) -> dict:
@@ -152,9 +141,11 @@ def apart() -> Run:
 @pytest.fixture(scope="module")
 def everything() -> Engine:
     """An engine that allows all rules, which do not change each other's logits."""
-    return Engine(
-        loaded("llama"), kv_config(memory="8MiB", evict_allow="all", enable_prefix_caching=False)
-    )
+    return engine_of(evict_allow="all", enable_prefix_caching=False)
+
+
+def engine_of(model: str = "llama", memory: str = "8MiB", **kv: object) -> Engine:
+    return Engine(loaded(model), kv_config(memory=memory, **kv))
 
 
 def test_a_cap_that_is_never_reached_changes_no_bit_and_no_memory(everything):
@@ -203,31 +194,28 @@ def test_retained_tokens_do_not_depend_on_other_requests_or_their_policies(apart
 def test_what_a_threshold_evicts_is_free_at_once(when, options):
     """Lanes hold fewer tokens, in fewer pages, than with the base rule; full ones evict again."""
     prompt, cap, every = [3 + i * i % 90 for i in range(84)], 60, 8
-    held: dict[str, list[np.ndarray]] = {
-        "h2o:recent=4": [],
-        "threshold:base=(h2o:recent=4),tau=1": [],
-    }
-    used: dict[str, list[int]] = {name: [] for name in held}
-    evicted = []
-    for name, lanes in held.items():
+    lanes, used_bytes, evicted = [], [], []
+    for name in ("h2o:recent=4", "threshold:base=(h2o:recent=4),tau=1"):
+        held: list[np.ndarray] = []
+        used: list[int] = []
 
-        def note(engine, lanes=lanes, used=used[name]):
+        def note(engine, held=held, used=used):
             for request in engine.scheduler.running:
                 if request.eviction.num_evictions:
-                    lanes.append(engine.scheduler.capacities.lanes.held(request))
+                    held.append(engine.scheduler.capacities.lanes.held(request))
                     used.append(engine.pool.kv.memory.used_bytes)
 
         evict = f"{name},cap={cap},every={every},when={when}{options}"
         found = run({"r": (prompt, evict)}, kv={"evict": evict}, before_step=note)
         evicted.append(found.usages["r"].evicted_tokens)
+        lanes, used_bytes = held, [*used_bytes, np.mean(used)]
 
-    (_, fewer), (more_bytes, fewer_bytes) = held.values(), used.values()
     assert 0 < evicted[0] < evicted[1]
-    assert np.mean(fewer_bytes) < np.mean(more_bytes)
+    assert used_bytes[1] < used_bytes[0]
     later = NEW_TOKENS if when == "prefill_end" else 0
-    assert max(of.reshape(2, 2).mean(axis=1).max() for of in fewer) <= cap + later
+    assert max(of.reshape(2, 2).mean(axis=1).max() for of in lanes) <= cap + later
     if not options:
-        for before, after in pairwise(fewer):
+        for before, after in pairwise(lanes):
             assert (before[after < before] > cap - every).all()
 
 
@@ -247,33 +235,23 @@ OWN_NUMBERS = {
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_an_engine_that_allows_all_rules_serves_each_with_its_own_numbers(codec, preempt):
-    jobs = jobs_of(OWN_NUMBERS)
-    alone: dict[str, Run] = {}
+    jobs, host = jobs_of(OWN_NUMBERS), "8MiB" if preempt == "swap" else 0
+    kv = {"evict_allow": "all", "codec": codec}
+    together = run(jobs, kv=kv, host=host, preempt=preempt, preempts=1)
+
     for name, job in jobs.items():
         others = f"{without_numbers(job[1])}; h2o"  # h2o needs one-head pages, as some of all do
-        kv = {"evict": job[1], "evict_allow": others, "codec": codec}
-        alone[name] = run({name: job}, kv=kv | {"enable_prefix_caching": False})
-
-    together = run(
-        jobs,
-        kv={"evict_allow": "all", "codec": codec},
-        host="8MiB" if preempt == "swap" else 0,
-        preempt=preempt,
-        preempts=1,
-    )
-
-    for name, expected in alone.items():
-        assert together.traces()[name] == expected.traces()[name]
+        alone = run({name: job}, kv=kv | {"evict": job[1], "evict_allow": others})
+        assert together.traces()[name] == alone.traces()[name]
         logits = {name: together.logits[name]}
-        assert largest_difference(logits, expected.logits) <= (1e-4 if codec == "none" else 2e-2)
+        assert largest_difference(logits, alone.logits) <= (1e-4 if codec == "none" else 2e-2)
     kept = {name for name, usage in together.usages.items() if not usage.evicted_tokens}
     assert kept <= {"lazy 0"}  # its budget may retain all tokens
 
 
 def test_statistics_that_a_request_adds_count_in_its_bytes_only():
     """A page of 30 queries of two query heads for each of 2 x 2 lanes; others are as before."""
-    options = {"evict_allow": "all", "enable_prefix_caching": False}
-    engine = Engine(loaded("llama"), kv_config(memory="8MiB", page_tokens=4, **options))
+    engine = engine_of(page_tokens=4, evict_allow="all", enable_prefix_caching=False)
     prompt = [3 + i * i % 60 for i in range(60)]
     window = {size: f"snapkv:window={size},cap=40,every=6" for size in (20, 32, 30)}
     usages = {
@@ -292,8 +270,7 @@ def test_statistics_that_a_request_adds_count_in_its_bytes_only():
 
 
 def test_requests_may_not_add_statistics_without_limit():
-    options = {"evict_allow": "all", "enable_prefix_caching": False}
-    engine = Engine(loaded("llama"), kv_config(memory="8MiB", **options))
+    engine = engine_of(evict_allow="all", enable_prefix_caching=False)
     prompt = [3 + i * i % 60 for i in range(200)]
 
     def submit(windows: range) -> None:
@@ -308,18 +285,12 @@ def test_requests_may_not_add_statistics_without_limit():
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16])
-def test_retained_tokens_do_not_depend_on_the_page_size(apart, page_tokens):
-    rules = {name: rule for name, rule in RULES.items() if "page" not in name}
-    jobs = {k: v for k, v in jobs_of(RULES).items() if k.rsplit(" ", 1)[0] in rules}
+def test_retained_tokens_do_not_depend_on_the_page_size_or_on_chunks(apart, page_tokens):
+    jobs = {k: v for k, v in jobs_of(RULES).items() if "page" not in k}
     other, expected = run(jobs, page_tokens=page_tokens), apart.traces()
-
     assert other.traces() == {name: expected[name] for name in jobs}
-
-
-def test_retained_tokens_do_not_depend_on_chunks(apart):
     chunked = run(jobs_of(RULES), chunk_tokens=5, max_num_batched_tokens=40)
-
-    assert chunked.traces() == apart.traces()
+    assert chunked.traces() == expected
 
 
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])
@@ -332,37 +303,29 @@ def test_a_preempted_request_evicts_the_same_tokens(apart, preempt):
     assert ("replay" in often.reasons) == (preempt == "recompute")
     assert often.traces() == apart.traces()
     assert largest_difference(often.logits, apart.logits) <= 1e-4
-    assert {n: u.evicted_tokens for n, u in often.usages.items()} == {
-        n: u.evicted_tokens for n, u in apart.usages.items()
-    }
+    evicted = [{n: u.evicted_tokens for n, u in r.usages.items()} for r in (often, apart)]
+    assert evicted[0] == evicted[1]
 
 
 def test_each_of_several_outputs_evicts_what_it_evicts_alone():
     """Two samples and two beams of one prompt; recomputed, they diverge at the same tokens."""
-    prompt = [3 + i * i % 60 for i in range(40)]
+    prompt, answers = [3 + i * i % 60 for i in range(40)], []
     drawn = SamplingParams(max_tokens=20, n=2, temperature=1.0, seed=5, ignore_eos=True)
     beams = SamplingParams(max_tokens=20, use_beam_search=True, beam_width=2, ignore_eos=True)
-    answers = []
-    for preempted in (False, True):
-        engine = Engine(
-            loaded("llama"),
-            kv_config(
-                memory="8MiB", page_tokens=4, evict=RULES["h2o"], enable_prefix_caching=False
-            ),
-            ScheduleConfig(preempt="recompute"),
-        )
-        engine.submit(GenerationRequest(prompt, drawn, request_id="drawn"))
-        engine.submit(GenerationRequest(prompt, beams, request_id="beams"))
-        found: dict[tuple[str, int], list[int]] = {}
-        while engine.has_work:
-            if preempted and engine.num_steps in (12, 20, 28) and engine.scheduler.running:
-                engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "for the test")
-            for delta in engine.step():
-                assert delta.error is None
-                found.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
-            engine.check()
-        answers.append(found)
-        assert (engine.scheduler.num_preemptions > 0) == preempted
+
+    def preempt(engine):
+        if engine.num_steps in (12, 20, 28) and engine.scheduler.running:
+            engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "for the test")
+
+    kv = kv_config(memory="8MiB", page_tokens=4, evict=RULES["h2o"], enable_prefix_caching=False)
+    for act in (lambda engine: None, preempt):
+        engine = Engine(loaded("llama"), kv, ScheduleConfig(preempt="recompute"))
+        requests = [
+            GenerationRequest(prompt, params, request_id=name)
+            for name, params in (("drawn", drawn), ("beams", beams))
+        ]
+        answers.append(answer(engine, requests, before_step=act).tokens)
+        assert (engine.scheduler.num_preemptions > 0) == (act is preempt)
 
     assert answers[0] == answers[1]
 
@@ -425,45 +388,37 @@ def test_a_prompt_that_fits_only_under_its_cap_is_admitted():
 # ---- with cached prefixes ----------------------------------------------------------------------
 
 
-def one_by_one(jobs: dict, **options: object) -> Run:
-    """Requests one after the other, so that later ones find the prefixes of earlier ones."""
-    done = run({}, **options)
-    logits: dict[str, list[torch.Tensor]] = {}
-    for name, job in jobs.items():
-        found = run({name: job}, engine=done.engine)
-        logits |= found.logits
-        done.usages |= found.usages
-    done.logits = logits
-    return done
-
-
-def test_policies_share_prefixes_up_to_their_first_eviction():
-    prompt = [3 + i * i % 60 for i in range(50)]
-    jobs = {
-        "first": (prompt, "full"),
-        "recent": (prompt, RULES["recent"]),
-        "keydiff": (prompt, RULES["keydiff"]),
-        "decoding": (prompt, f"recent:{BLOCKS},when=decode"),
-        "whole": (prompt, "full"),
-    }
-    cached = one_by_one(jobs, kv={"enable_prefix_caching": True})
-    fresh = one_by_one(jobs)
-
-    assert {name: usage.cached_tokens for name, usage in cached.usages.items()} == {
-        "first": 0,
-        "recent": CAP,
-        "keydiff": CAP,
-        "decoding": 48,
-        "whole": 48,
-    }
+def check_prefixes(jobs: dict, cached_tokens: dict[str, int]) -> None:
+    """Later requests find the prefixes of earlier ones, and give the logits without a cache."""
+    runs = []
+    for caching in (True, False):
+        engine = engine_of(
+            page_tokens=4, evict_allow=ALLOW, enable_prefix_caching=caching, record_evictions=True
+        )
+        done = Run(engine=engine)
+        for name, job in jobs.items():
+            found = run({name: job}, engine=engine)
+            done.logits |= found.logits
+            done.usages |= found.usages
+        runs.append(done)
+    cached, fresh = runs
+    found = {name: usage.cached_tokens for name, usage in cached.usages.items()}
+    assert found == cached_tokens
     assert cached.traces() == fresh.traces()
     assert largest_difference(cached.logits, fresh.logits) <= 1e-4
 
 
+def test_policies_share_prefixes_up_to_their_first_eviction():
+    prompt = [3 + i * i % 60 for i in range(50)]
+    rules = {"first": "full", "recent": RULES["recent"], "keydiff": RULES["keydiff"]}
+    rules |= {"decoding": f"recent:{BLOCKS},when=decode", "whole": "full"}
+    cached = {"first": 0, "recent": CAP, "keydiff": CAP, "decoding": 48, "whole": 48}
+    check_prefixes({name: (prompt, rule) for name, rule in rules.items()}, cached)
+
+
 def test_a_rule_with_statistics_starts_at_a_block_that_stores_them():
     """The first prompt stores them at its last block, the second where it diverged from it."""
-    same = [3 + i * i % 60 for i in range(37)]
-    rule = f"h2o:{BLOCKS},recent=4,when=decode"
+    same, rule = [3 + i * i % 60 for i in range(37)], f"h2o:{BLOCKS},recent=4,when=decode"
     jobs = {
         "first": ([*same, *[5] * 20], rule),
         "again": ([*same, *[5] * 20, 9, 9], rule),
@@ -471,18 +426,7 @@ def test_a_rule_with_statistics_starts_at_a_block_that_stores_them():
         "third": ([*same, *[8] * 20], rule),
         "tova": ([*same, *[5] * 20], f"tova:{BLOCKS},when=decode"),
     }
-    cached = one_by_one(jobs, kv={"enable_prefix_caching": True})
-    fresh = one_by_one(jobs)
-
-    assert {name: usage.cached_tokens for name, usage in cached.usages.items()} == {
-        "first": 0,
-        "again": 56,
-        "other": 0,
-        "third": 36,
-        "tova": 56,  # its statistics are the newest query
-    }
-    assert cached.traces() == fresh.traces()
-    assert largest_difference(cached.logits, fresh.logits) <= 1e-4
+    check_prefixes(jobs, {"first": 0, "again": 56, "other": 0, "third": 36, "tova": 56})
 
 
 @pytest.mark.parametrize("when", ["prefill_end", "decode", "prefill_and_decode"])
@@ -498,15 +442,9 @@ def test_a_rule_with_the_newest_queries_needs_no_statistics_of_blocks_before_the
         "next": ([*same, *[4] * 7], rule),  # its queries after 40 tokens are not stored: too few
         "after": ([*same, *[4] * 7, 9], rule),
     }
-    cached = one_by_one(jobs, kv={"enable_prefix_caching": True})
-    fresh = one_by_one(jobs)
-
     early = {"again": 40, "other": 32, "short": 32, "next": 32, "after": 40}
     later = {"again": 56, "other": 36, "short": 32, "next": 36, "after": 36}
-    found = {name: usage.cached_tokens for name, usage in cached.usages.items()}
-    assert found == {"first": 0} | (early if when == "prefill_and_decode" else later)
-    assert cached.traces() == fresh.traces()
-    assert largest_difference(cached.logits, fresh.logits) <= 1e-4
+    check_prefixes(jobs, {"first": 0} | (early if when == "prefill_and_decode" else later))
 
 
 # ---- what is refused ---------------------------------------------------------------------------
@@ -520,11 +458,7 @@ def test_a_rule_with_the_newest_queries_needs_no_statistics_of_blocks_before_the
         ({"evict_allow": "recent"}, "h2o:cap=90", "serves full, recent"),
         ({"evict_allow": "snapkv"}, "snapkv:cap=90,window=9", "--evict-allow 'snapkv:window=9'"),
         ({"evict_allow": "tova"}, "tova:cap=90,scope=lane", "needs one-head pages"),
-        (
-            {"evict": "sinks:cap=9,every=1"},
-            "sinks:cap=90,budget=(duo:scores=1x4)",
-            "one-head pages",
-        ),
+        ({"evict": "sinks:cap=9,every=1"}, "sinks:cap=90,budget=(duo:scores=1x4)", "one-head page"),
         ({"evict_allow": "all"}, "h2o:cap=9,budget=(duo:scores=/etc/hosts)", "name the file /etc/"),
         ({"evict_allow": "all"}, "h2o:cap=90,budget=(duo:scores=smollm2)", "expected 4 scores"),
         ({"evict": RULES["h2o"], "evict_allow": "none"}, "h2o:cap=90", "may not name a rule"),
@@ -532,20 +466,12 @@ def test_a_rule_with_the_newest_queries_needs_no_statistics_of_blocks_before_the
         ({"evict_allow": "all"}, "h2p:cap=9", "unknown eviction policy 'h2p'"),
         ({"evict_allow": "h2o"}, "h2p:cap=9", "unknown eviction policy 'h2p'"),
         ({"evict_allow": "h2o"}, "snapkv:cap=32", "serves full, h2o, got 'snapkv'; start"),
-        (
-            {"evict_allow": "all"},
-            "h2o:cap=9000,every=3000",
-            "a step of 2048 tokens is smaller than a prefill chunk of every=3000",
-        ),
-        (
-            {"evict_allow": "all"},
-            "h2o:cap=1KiB",
-            "B for one page of 16 tokens in every lane",
-        ),
+        ({"evict_allow": "all"}, "h2o:cap=9000,every=3000", "a step of 2048 tokens is smaller"),
+        ({"evict_allow": "all"}, "h2o:cap=1KiB", "B for one page of 16 tokens in every lane"),
     ],
 )
 def test_a_policy_that_the_engine_does_not_allow_is_rejected_by_name(started_with, requested, says):
-    engine = Engine(loaded("llama"), kv_config(memory="2MiB", **started_with))
+    engine = engine_of(memory="2MiB", **started_with)
 
     with pytest.raises(RequestError, match=re.escape(says)):
         engine.submit(GenerationRequest([3, 4], greedy(), evict=requested))
@@ -560,7 +486,6 @@ def test_a_default_rule_in_percent_serves_every_length_and_keeps_what_fits(name)
 
     found = run(jobs, kv={"evict": f"{name}:cap=50%{pages}", "evict_allow": "none"})
 
-    assert not any(found.errors.values())
     rules = found.engine.pool.rules
     for text, (prompt, _) in jobs.items():
         assert len(found.logits[text]) == NEW_TOKENS
@@ -626,49 +551,38 @@ def test_selected_latents_are_read_in_the_precision_of_the_codec(codec, evict):
 
 
 def test_a_request_may_not_wrap_a_rule_that_cannot_score_latents():
-    engine = Engine(loaded("deepseek_v3"), kv_config(memory="2MiB", evict_allow="kvcrush"))
-
-    bases = ("knorm", "(value_norm:base=h2o)", "(criticalkv:base=h2o)")
-    for text in (f"kvcrush:base={base},cap=40" for base in bases):
+    engine = engine_of("deepseek_v3", "2MiB", evict_allow="kvcrush")
+    for base in ("knorm", "(value_norm:base=h2o)", "(criticalkv:base=h2o)"):
         with pytest.raises(RequestError, match="stores latents instead of keys"):
-            engine.submit(GenerationRequest([3, 4], greedy(), evict=text))
+            engine.submit(GenerationRequest([3, 4], greedy(), evict=f"kvcrush:base={base},cap=40"))
 
 
-def test_a_request_may_always_choose_full():
+def test_a_request_may_always_choose_full_and_no_unknown_rule_is_allowed():
     whole = run({"r": ([5] * 60, "full")}, kv={"evict": RULES["h2o"], "evict_allow": "none"})
-
     assert whole.usages["r"].evicted_tokens == 0
-
-
-def test_an_unknown_allowed_policy_is_rejected_at_start():
     with pytest.raises(ConfigError, match="unknown eviction policy"):
-        Engine(loaded("llama"), KVConfig(memory="2MiB", evict_allow="h2p"))
+        engine_of(evict_allow="h2p")
 
 
 def test_admission_counts_what_each_policy_needs():
-    engine = Engine(loaded("llama"), KVConfig(memory="8MiB", evict_allow=ALLOW, page_tokens=4))
-    prompt, needed = [3 + i % 40 for i in range(120)], {}
-    for name in ("recent", "h2o", "decoding"):
-        engine.submit(GenerationRequest(prompt, greedy(), request_id=name, evict=RULES[name]))
-    engine.submit(GenerationRequest(prompt, greedy(), request_id="full", evict="full"))
+    engine, needed = engine_of(evict_allow=ALLOW, page_tokens=4), {}
+    prompt = [3 + i % 40 for i in range(120)]
+    for name in ("recent", "h2o", "decoding", "full"):
+        rule = RULES.get(name, name)
+        engine.submit(GenerationRequest(prompt, greedy(), request_id=name, evict=rule))
     for request in engine.scheduler.waiting.of_tenant("default"):
         need = need_of(request, request.final_tokens)
         needed[request.request_id] = engine.scheduler.peaks.peak_bytes(need)
-    peaks = {}
-    while engine.has_work:
-        peaks |= {d.request_id: d.usage.kv_peak_bytes for d in engine.step() if d.usage}
 
     assert needed["recent"] < needed["h2o"] < needed["full"] < needed["decoding"]
-    assert all(peaks[name] <= needed[name] for name in peaks)
+    for name, usage in answer(engine).usages.items():
+        assert usage.kv_peak_bytes <= needed[name]
 
 
 def test_traces_are_recorded_only_on_request():
-    config = KVConfig(memory="2MiB", evict=RULES["recent"])
-    engine = Engine(loaded("llama"), config)
-    engine.submit(GenerationRequest([5] * 60, greedy(), request_id="kept", record_evictions=True))
-    engine.submit(GenerationRequest([5] * 60, greedy(), request_id="gone"))
-    while engine.has_work:
-        engine.step()
+    engine = engine_of(memory="2MiB", evict=RULES["recent"])
+    answer(engine, requests_of({"kept": [5] * 60}, 8, record_evictions=True))
+    answer(engine, requests_of({"gone": [5] * 60}, 8))
 
     assert engine.eviction_trace("kept")[0].num_computed == CAP
     with pytest.raises(RequestError, match="record_evictions"):
@@ -691,8 +605,7 @@ def test_budgets_finalized_after_prefill_evict_only_prompts_over_the_cap(budget,
 
 def test_a_pending_budget_reserves_its_largest_cap():
     """Squeeze, cap 24 and 11 of it in every lane: 14 are divided, at most 24 of them and 10."""
-    rule = f"h2o:{BLOCKS},recent=4,when=decode,budget=squeeze"
-    engine = Engine(loaded("llama"), KVConfig(memory="2MiB", evict=rule))
+    engine = engine_of(memory="2MiB", evict=RULES["settled"])
     engine.submit(GenerationRequest([5] * 60, greedy(40), request_id="r"))
     [request] = engine.scheduler.waiting.of_tenant("default")
 
@@ -793,21 +706,16 @@ def test_prefixes_of_prompts_computed_by_layer_are_cached_as_by_chunk(rule, mode
 @pytest.mark.parametrize("statistics", ["recent:sinks=2", "snapkv:window=8"])
 def test_peak_of_a_prompt_computed_by_layer_is_one_layer_and_the_caps(statistics, caching):
     """Eight layers, 25 % retained: (1 + 7 / 4) / 8 of full KV, and the ends of pages."""
-    model = load("llama", times=4)
+    model, peaks = load("llama", times=4), []
     options = {"enable_prefix_caching": caching, "evict_allow": ALLOW, "page_tokens": 4}
-    peaks = {}
     for rule in ("full", f"{statistics},cap=25%,{AT_THE_END}"):
         config = kv_config(memory="8MiB", **options)
         engine = Engine(model, config, ScheduleConfig(max_num_batched_tokens=80))
-        engine.submit(GenerationRequest(PROMPT * 2, greedy(2), evict=rule))
-        while engine.has_work:
-            deltas = engine.step()
-        peaks[rule] = deltas[-1].usage.kv_peak_bytes
-        assert engine.stats().kv_peak_bytes <= 1.2 * peaks[rule]  # copies of cached pages
-        engine.check()
+        found = answer(engine, requests_of({"r": PROMPT * 2}, 2, evict=rule))
+        peaks.append(found.usages["r"].kv_peak_bytes)
+        assert engine.stats().kv_peak_bytes <= 1.2 * peaks[-1]  # copies of cached pages
 
-    full, evicted = peaks.values()
-    assert evicted <= 0.4 * full
+    assert peaks[1] <= 0.4 * peaks[0]
 
 
 def test_prompt_that_fits_only_by_layer_is_counted_and_runs(monkeypatch):
@@ -833,7 +741,7 @@ def test_error_of_a_policy_between_layers_ends_its_request_only(monkeypatch):
         return evict(evictor, request, keep, min_gain=min_gain)
 
     monkeypatch.setattr(PolicyEvictor, "evict", fail_at_second_layer)
-    engine = Engine(loaded("llama"), kv_config(memory="8MiB", evict=BY_LAYER[0], page_tokens=4))
+    engine = engine_of(evict=BY_LAYER[0], page_tokens=4)
     for name in ("good", "bad"):
         engine.submit(GenerationRequest(PROMPT, greedy(4), request_id=name))
     ended = {}
@@ -846,7 +754,7 @@ def test_error_of_a_policy_between_layers_ends_its_request_only(monkeypatch):
 
 def test_prompt_whose_hidden_states_exceed_the_memory_is_refused(monkeypatch):
     monkeypatch.setattr("quire.engine.core.free_host_bytes", lambda: 10_000)
-    engine = Engine(loaded("llama"), kv_config(memory="8MiB", evict=BY_LAYER[0]))
+    engine = engine_of(evict=BY_LAYER[0])
     engine.submit(GenerationRequest(PROMPT[:20], greedy(4)))  # nothing is evicted
 
     with pytest.raises(RequestError, match=r"110 prompt tokens .* hold 21,120 B of hidden states"):
@@ -865,21 +773,103 @@ def test_prompt_whose_hidden_states_exceed_the_memory_is_refused(monkeypatch):
 def test_auto_is_the_first_recommended_rule_that_the_engine_serves(monkeypatch, rules, chosen):
     monkeypatch.setattr(recommended, "RECOMMENDED", rules)
     text = f"{BLOCKS},when=prefill_and_decode"
-    model = load("llama")
-    prompts = make_prompts(3, 60, seed=1)
+    prompts = {str(i): prompt for i, prompt in enumerate(make_prompts(3, 60, seed=1))}
 
     def outputs(evict):
-        engine = Engine(model, KVConfig(memory="1MiB", evict=evict))
-        for prompt in prompts:
-            engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS)))
-        deltas = []
-        while engine.has_work:
-            deltas += engine.step()
-        return engine.pool.rules.default.text, [(d.request_id, d.token_ids) for d in deltas]
+        engine = engine_of(memory="1MiB", evict=evict)
+        tokens = answer(engine, requests_of(prompts, NEW_TOKENS)).tokens
+        return engine.pool.rules.default.text, tokens
 
     assert outputs(f"auto:{text}") == outputs(f"{chosen}:{text}")
-    engine = Engine(model, KVConfig(memory="1MiB", evict="full", evict_allow="tova; keydiff"))
+    engine = engine_of(memory="1MiB", evict="full", evict_allow="tova; keydiff")
     name = "tova" if "tova" in rules else "keydiff"
     request = GenerationRequest([5] * 40, greedy(2), evict=f"auto:{text}")
     engine.submit(request)
     assert engine.requests()[0].spec.evict == f"{name}:{text}"
+
+
+# ---- against Transformers ------------------------------------------------------------------------
+
+SINKS, LATER = 2, 30
+EVICT = f"recent:{BLOCKS},sinks={SINKS}"
+LONG = dict(zip("abcd", make_prompts(4, 10 * CAP, seed=5), strict=True)) | {
+    "e": [3, 5, 7] * (10 * CAP // 3)
+}
+
+
+def logits_of(name: str, prompts=LONG, device: str = "cpu", **schedule: int) -> dict:
+    kv = kv_config(memory="32MiB", page_tokens=4, evict=EVICT)
+    engine = Engine(load(name, device), kv, ScheduleConfig(**schedule))
+    return answer(engine, requests_of(prompts, LATER)).logits
+
+
+def seen_under_recent(length: int) -> torch.Tensor:
+    """[query, key]: the keys that a query attends to, by the rule.
+
+    Up to the cap all before it. After that tokens are read `every` at a time: a query finds the
+    sinks, the newest that were left when its chunk began, and its chunk up to itself.
+    """
+    query, key = torch.arange(length)[:, None], torch.arange(length)
+    chunk_start = CAP + (query - CAP) // EVERY * EVERY
+    kept = (key < SINKS) | (key >= chunk_start - (CAP - EVERY - SINKS))
+    return (key <= query) & (kept | (query < CAP))
+
+
+def seen_in_window(length: int) -> torch.Tensor:
+    """[query, key] of a layer with a sliding window, in which no rule evicts."""
+    query, key = torch.arange(length)[:, None], torch.arange(length)
+    return (key <= query) & (key > query - zoo.WINDOW_TOKENS)
+
+
+def additive(seen: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[None, None]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "deepseek_v3"])
+def test_logits_equal_transformers_with_the_evicted_keys_masked(name):
+    """Alone, in a batch and in chunks."""
+    model, expected = zoo.build(name), logits_of(name)
+    for key, prompt in LONG.items():
+        ours = torch.stack(expected[key])
+        ids = torch.tensor([prompt + ours[:-1].argmax(-1).tolist()])
+        full, window = seen_under_recent(ids.shape[1]), seen_in_window(ids.shape[1])
+        mask: object = additive(full)
+        if name == "gemma2":  # its layers take turns
+            mask = {"full_attention": additive(full), "sliding_attention": additive(window)}
+        theirs = model(ids, attention_mask=mask, use_cache=False).logits[0]
+
+        assert len(ids[0]) > CAP
+        assert float((ours - theirs[len(prompt) - 1 :]).abs().max()) <= 1e-4
+    alone = logits_of(name, max_num_seqs=1)
+    chunked = logits_of(name, chunk_tokens=7, max_num_batched_tokens=40)
+    assert largest_difference(expected, alone) <= 1e-4
+    assert largest_difference(expected, chunked) <= 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_eviction_on_cuda_gives_the_logits_of_the_cpu(name):
+    got = logits_of(name, device="cuda")
+
+    on_cpu = {key: [row.cpu() for row in rows] for key, rows in got.items()}
+    assert largest_difference(logits_of(name), on_cpu) <= 1e-3
+
+
+def test_errors_of_a_policy_text_name_the_mistake():
+    for text, hint in {
+        "recant:cap=9": "recent",
+        "recent": "needs a cap",
+        "recent:cap=9,every=9": "every < cap",
+        "recent:cap=9,every=4,sinks=5": "the rule needs 6",
+        "recent:cap=9,every=4,sink=5": "sinks",
+        "recent:cap=many": "expected a cap such as 512",
+        "recent:cap=100,every=90": "step of 64 tokens",
+        "full:cap=3": "no options",
+    }.items():
+        kv = kv_config(memory="1MiB", evict=text)
+        schedule = ScheduleConfig(max_num_batched_tokens=64)
+        with pytest.raises(ConfigError, match=hint):
+            Engine(loaded("llama"), kv, schedule)
+    with pytest.raises(UnsoundCombination, match="every layer of the model has a sliding window"):
+        engine_of("mistral", evict=EVICT)

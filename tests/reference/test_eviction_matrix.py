@@ -36,9 +36,9 @@ from quire.policies.eviction import CHUNK, GRANULARITIES, PAGE, TOKEN, Eviction,
 from quire.policies.registry import registered, registered_budgets
 from quire.policies.signatures.anchors import ANCHORS
 from quire.scheduler.eviction_trace import retained_sets
-from reference.test_eviction_engine import NEW_TOKENS, Run, largest_difference, run
+from reference.test_eviction_engine import NEW_TOKENS, Run, run
 from support import zoo
-from support.engines import make_prompts
+from support.engines import largest_difference, make_prompts
 
 CAP, EVERY, PIECE, PAGE_TOKENS = 36, 5, 3, 4
 HIGH_AND_LOW = f"{CAP + 5}/{CAP - 5}"

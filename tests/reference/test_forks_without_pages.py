@@ -9,13 +9,12 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import NeverFits, OutOfPages
-from quire.models.loader import LoadedModel
 from quire.scheduler.forks import NO_PAGES
 from quire.scheduler.peaks import Need
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.sequence_memory import SequenceMemory
 from support import zoo
-from support.engines import load
+from support.engines import answer, load
 from support.kv_options import kv_config
 
 NEW_TOKENS = 10
@@ -34,22 +33,18 @@ CASES = [
 ]
 
 
-@cache
-def model() -> LoadedModel:
-    return load("llama")
+model = cache(lambda: load("llama"))
+_RNG = random.Random(5)
+PROMPTS = [[_RNG.randrange(2, zoo.VOCAB_SIZE) for _ in range(count)] for count in LENGTHS]
 
 
 def make_engine(memory: int, rule: str, codec: str, cap: int, **options: object) -> Engine:
-    kv = kv_config(
-        memory=memory,
-        swap_space=options.pop("swap_space", 0),
-        page_tokens=4,
-        codec=codec,
-        evict=f"{rule}:cap={cap},every=4,when=pressure",
-        enable_prefix_caching=options.pop("enable_prefix_caching", True),
-    )
+    own = {"swap_space": 0, "enable_prefix_caching": True, "codec": codec}
+    kv = {name: options.pop(name, value) for name, value in own.items()}
+    evict = f"{rule}:cap={cap},every=4,when=pressure"
+    config = kv_config(memory=memory, page_tokens=4, evict=evict, **kv)
     schedule = {"admission": "optimistic"} | options  # other rules leave pages for forks
-    return Engine(model(), kv, ScheduleConfig(max_num_seqs=8, chunk_tokens=16, **schedule))
+    return Engine(model(), config, ScheduleConfig(max_num_seqs=8, chunk_tokens=16, **schedule))
 
 
 def peak_bytes(rule: str, codec: str) -> int:
@@ -59,45 +54,28 @@ def peak_bytes(rule: str, codec: str) -> int:
     return engine.scheduler.peaks.peak_bytes(need)
 
 
-def prompts() -> list[list[int]]:
-    rng = random.Random(5)
-    return [[rng.randrange(2, zoo.VOCAB_SIZE) for _ in range(count)] for count in LENGTHS]
-
-
-Tokens = dict[tuple[str, int], list[int]]
-
-
-def answer(engine: Engine, kind: dict[str, object]) -> tuple[Tokens, int]:
+def run(engine: Engine, kind: dict[str, object]) -> tuple[dict[tuple[str, int], list[int]], int]:
     """Submit the requests that fit, run to the end and check the accounts.
 
     Returns:
         Tokens by request and index; how many forks found no pages.
     """
     failed: list[object] = []
-    engine.events.subscribe(lambda event: failed.append(event) if _is_failed(event) else None)
-    draws = {} if kind is BEAMS else {"temperature": 1.0}
-    for number, prompt in enumerate(prompts()):
-        seed = {} if kind is BEAMS else {"seed": number}
-        params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, **kind, **draws, **seed)
+    engine.events.subscribe(
+        lambda event: failed.append(event) if event.data.get("reason") == NO_PAGES else None
+    )
+    for number, prompt in enumerate(PROMPTS):
+        drawn = {} if kind is BEAMS else {"temperature": 1.0, "seed": number}
+        params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, **kind, **drawn)
         try:
             engine.submit(GenerationRequest(prompt, params, request_id=f"r{number}"))
         except NeverFits:
             assert kind is BEAMS  # which cannot run apart
     grouped = [request for request in engine.requests() if request.group is not None]
-    tokens: Tokens = {}
-    while engine.has_work:
-        for delta in engine.step():
-            assert delta.error is None
-            tokens.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
-        engine.check()
-    memory = engine.pool.kv.memory
+    tokens, memory = answer(engine).tokens, engine.pool.kv.memory
     assert memory.used_bytes + memory.free_bytes == memory.total_bytes
     failed += [request for request in grouped if request.split_from is not None]
     return tokens, len(failed)
-
-
-def _is_failed(event: object) -> bool:
-    return event.kind == "preempted" and event.data["reason"] == NO_PAGES
 
 
 @pytest.mark.parametrize(("rule", "codec", "kind", "prefix_cache", "room"), CASES)
@@ -105,7 +83,7 @@ def test_a_fork_without_pages_never_raises(rule, codec, kind, prefix_cache, room
     size = int(room * peak_bytes(rule, codec))
     engine = make_engine(size, rule, codec, 16, enable_prefix_caching=prefix_cache)
 
-    tokens, failed = answer(engine, kind)
+    tokens, failed = run(engine, kind)
 
     assert all(len(ids) == NEW_TOKENS for ids in tokens.values())
     assert failed > 0
@@ -115,7 +93,7 @@ def test_a_fork_without_pages_never_raises(rule, codec, kind, prefix_cache, room
 @pytest.mark.parametrize(("rule", "kind"), [("h2o", DRAWS), ("average", BEST), ("h2o", BEAMS)])
 def test_failed_forks_change_no_token(rule, kind, preempt, monkeypatch):
     """Every third fork after all known tokens fails; no token is evicted under this cap."""
-    ample, _ = answer(make_engine(1 << 22, rule, "none", NO_LOSS), kind)
+    ample, _ = run(make_engine(1 << 22, rule, "none", NO_LOSS), kind)
     rng, fork = random.Random(3), SequenceMemory.fork
 
     def fail_often(sequence_memory, parent, child):
@@ -127,7 +105,7 @@ def test_failed_forks_change_no_token(rule, kind, preempt, monkeypatch):
     size = int(2.5 * peak_bytes(rule, "none"))
     options = {"preempt": preempt, "swap_space": 4 * size if preempt == "swap" else 0}
 
-    tokens, failed = answer(make_engine(size, rule, "none", NO_LOSS, **options), kind)
+    tokens, failed = run(make_engine(size, rule, "none", NO_LOSS, **options), kind)
 
     assert tokens == ample
     assert failed > 0

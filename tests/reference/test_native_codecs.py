@@ -3,9 +3,8 @@
 import pytest
 
 from quire.kernels.native.library import NativeLibrary, load_library
-from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import run
-from support.engines import make_prompts
+from support.engines import largest_difference, make_prompts
 from support.pairwise import every_pair
 
 MODEL = "qwen3"  # heads of 16 numbers
@@ -34,8 +33,7 @@ def test_c_gives_the_logits_of_the_gathered_backend(codec, chunk_tokens, model):
 
 
 @every_pair(
-    evict=["h2o", "snapkv:window=4", "keydiff", "value_norm"],
-    codec=["none", "int8", "int4"],
+    evict=["h2o", "snapkv:window=4", "keydiff", "value_norm"], codec=["none", "int8", "int4"]
 )
 def test_keys_and_values_of_unequal_width_are_evicted_as_in_the_reference(evict, codec):
     rule = f"{evict}{',' if ':' in evict else ':'}cap=24,every=6"

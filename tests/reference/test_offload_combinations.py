@@ -3,6 +3,8 @@
 Outputs and logits equal those of an engine with enough memory.
 """
 
+import random
+from collections import Counter
 from functools import cache
 
 import pytest
@@ -10,10 +12,10 @@ import pytest
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.errors import NeverFits
+from quire.errors import ConfigError, NeverFits
 from quire.scheduler.schedule_config import ScheduleConfig
-from reference.test_eviction import Recorder, largest_difference
-from support.engines import greedy, load
+from support import zoo
+from support.engines import answer, greedy, largest_difference, load, requests_of
 from support.exact_products import use_exact_products
 from support.kv_options import kv_config
 
@@ -43,27 +45,28 @@ def run(name, rows, requests, *, codec="none", evict="", offload="4MiB", schedul
     By default no KV is recomputed: `auto` depends on measured rates, and stored activations take
     offload memory.
     """
-    memory = int(rows * row_bytes(name, codec=codec))
-    if offload:
-        options = {"offload_recompute": "off"} | options
-    rule = {"evict": evict} if evict else {}
-    config = kv_config(
-        memory=memory, page_tokens=4, codec=codec, offload_memory=offload, **rule, **options
-    )
+    kv = {"memory": int(rows * row_bytes(name, codec=codec)), "page_tokens": 4, "codec": codec}
+    kv |= {"offload_memory": offload} | ({"evict": evict} if evict else {})
+    kv |= ({"offload_recompute": "off"} if offload else {}) | options
     steps = {"chunk_tokens": 16, "max_num_batched_tokens": 40} | (schedule or {})
-    engine = Engine(model_of(name), config, ScheduleConfig(**steps))
-    recorder = Recorder(engine.sampling_step.sampler)
-    if not any(params.use_beam_search for _, params in requests):  # beams need a real sampler
-        engine.sampling_step.sampler = recorder
-    for number, (prompt, params) in enumerate(requests):
-        engine.submit(GenerationRequest(prompt, params, request_id=f"r{number}"))
-    tokens: dict[tuple[str, int], list[int]] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            assert delta.error is None, delta.error
-            tokens.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
-        engine.check()
-    return engine, recorder.logits, tokens
+    engine = Engine(model_of(name), kv_config(**kv), ScheduleConfig(**steps))
+    made = (
+        GenerationRequest(prompt, params, request_id=f"r{number}")
+        for number, (prompt, params) in enumerate(requests)
+    )
+    found = answer(engine, made)
+    return engine, found.logits, found.tokens
+
+
+def check_ample(name, requests, logits, **options) -> None:
+    """Compare with logits of an engine with enough memory."""
+    assert largest_difference(logits, run(name, 16, requests, offload=0, **options)[1]) <= 1e-4
+
+
+def refuses(says, name, rows, requests, **options) -> str:
+    with pytest.raises(NeverFits, match=says) as refused:
+        run(name, rows, requests, **options)
+    return str(refused.value)
 
 
 def peak_offloaded_bytes(engine: Engine) -> int:
@@ -113,25 +116,19 @@ def test_evicting_requests_are_offloaded_in_every_schedule(
     assert engine.stats().num_evictions or when == "pressure"  # offload may suffice
     assert_all_free(engine)
     if when != "pressure":  # what pressure evicts depends on the memory
-        expected = run(name, 16, requests, codec=codec, evict=evict, offload=0)[1]
-        assert largest_difference(logits, expected) <= 1e-4
+        check_ample(name, requests, logits, codec=codec, evict=evict)
 
 
-@pytest.mark.parametrize("kind", ["tova", "streaming:sinks=4", "recent:granularity=page"])
-def test_an_evicting_prompt_larger_than_the_memory_fits_with_offload(kind):
+@pytest.mark.parametrize("rule", ["tova:", "streaming:sinks=4,", "recent:granularity=page,"])
+def test_an_evicting_prompt_larger_than_the_memory_fits_with_offload(rule):
     """Without offload memory its peak is the whole prompt; with it, the retained tokens."""
-    rule, _, rest = kind.partition(":")
-    options = ",".join(filter(None, (rest, "cap=32,every=8", "when=decode")))
-    evict = f"{rule}:{options}"
-    with pytest.raises(NeverFits, match="--kv-offload-memory"):
-        run("llama", 0.6, ALONE, evict=evict, offload=0)
-
+    evict = f"{rule}cap=32,every=8,when=decode"
+    refuses("--kv-offload-memory", "llama", 0.6, ALONE, evict=evict, offload=0)
     engine, logits, _ = run("llama", 0.6, ALONE, evict=evict)
 
     assert peak_offloaded_bytes(engine)
     assert engine.stats().num_preemptions == 0
-    expected = run("llama", 16, ALONE, evict=evict, offload=0)[1]
-    assert largest_difference(logits, expected) <= 1e-4
+    check_ample("llama", ALONE, logits, evict=evict)
 
 
 @pytest.mark.parametrize("rule", ["recent", "tova", CRUSHED])
@@ -142,57 +139,44 @@ def test_retained_tokens_of_offloaded_requests_may_exceed_the_kv_memory(rule):
 
     assert engine.stats().num_evictions
     assert engine.stats().num_preemptions == 0
-    expected = run("llama", 16, ALONE, evict=evict, offload=0)[1]
-    assert largest_difference(logits, expected) <= 1e-4
+    check_ample("llama", ALONE, logits, evict=evict)
 
 
 def test_evicting_requests_run_together_by_what_must_be_in_the_kv_memory():
     """Twelve requests in KV memory for the retained tokens of one, with 16 layers."""
-    model, evict = load("llama", times=8), "recent:cap=96,when=prefill_and_decode"
-    prompts = [[3 + (i + n) * i % 60 for i in range(140)] for n in range(12)]
-    most, logits = {}, {}
-    for memory, offload in (("330KiB", "8MiB"), ("8MiB", 0)):
-        options = {"offload_recompute": "off"} if offload else {}
-        kv = kv_config(memory=memory, page_tokens=8, offload_memory=offload, evict=evict, **options)
-        engine = Engine(model, kv, ScheduleConfig())
-        recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
-        for number, prompt in enumerate(prompts):
-            engine.submit(GenerationRequest(prompt, greedy(20), request_id=f"r{number}"))
-        most[memory] = 0
-        while engine.has_work:
-            most[memory] = max(most[memory], len(engine.scheduler.running))
-            assert not [delta.error for delta in engine.step() if delta.error]
-            engine.check()
-        logits[memory] = recorder.logits
+    model, logits, running = load("llama", times=8), [], [0]
+    prompts = {f"r{n}": [3 + (i + n) * i % 60 for i in range(140)] for n in range(12)}
+    options = {"page_tokens": 8, "evict": "recent:cap=96,when=prefill_and_decode"}
+    small = {"memory": "330KiB", "offload_memory": "8MiB", "offload_recompute": "off"}
+    for memory in (small, {"memory": "8MiB"}):
+        engine = Engine(model, kv_config(**options, **memory), ScheduleConfig())
 
-    assert most["330KiB"] >= 4
-    assert largest_difference(logits["330KiB"], logits["8MiB"]) <= 1e-4
+        def note(engine):
+            running.append(len(engine.scheduler.running))
+
+        act = {"before_step": note} if memory is small else {}
+        logits.append(answer(engine, requests_of(prompts, 20), **act).logits)
+
+    assert max(running) >= 4
+    assert largest_difference(*logits) <= 1e-4
 
 
 def test_a_prompt_that_evicts_only_in_the_kv_memory_is_refused_when_submitted():
     """Pages with common scales are not cut layer by layer."""
-    evict, codec = "tova:cap=32,every=8,when=decode", "int4_page"
-
-    with pytest.raises(NeverFits) as refused:
-        run("llama", 0.6, ALONE, codec=codec, evict=evict)
-    assert "staging" not in str(refused.value)
-
-    engine, _, _ = run("llama", 1.5, ALONE, codec=codec, evict=evict)
-    assert engine.stats().num_evictions
+    options = {"evict": "tova:cap=32,every=8,when=decode", "codec": "int4_page"}
+    assert "staging" not in refuses(".", "llama", 0.6, ALONE, **options)
+    assert run("llama", 1.5, ALONE, **options)[0].stats().num_evictions
 
 
 @pytest.mark.parametrize("rule", ["tova:", f"{CRUSHED},"])
 def test_evictions_of_offloaded_requests_are_replayed_after_a_preemption(rule):
-    schedule = {"preempt": "recompute", "admission": "optimistic"}
     evict = f"{rule}cap=40,every=8,when=decode"
+    options = {"schedule": {"preempt": "recompute", "admission": "optimistic"}, "offload": "96KiB"}
     requests = [(LONG, greedy(NEW_TOKENS)), (LONG[::-1], greedy(NEW_TOKENS))]
-    engine, logits, _ = run(
-        "llama", 0.75, requests, evict=evict, schedule=schedule, offload="96KiB"
-    )
+    engine, logits, _ = run("llama", 0.75, requests, evict=evict, **options)
 
     assert peak_offloaded_bytes(engine)
-    expected = run("llama", 16, requests, evict=evict, offload=0)[1]
-    assert largest_difference(logits, expected) <= 1e-4
+    check_ample("llama", requests, logits, evict=evict)
 
 
 # ---- several sequences of a prompt ---------------------------------------------------------------
@@ -213,13 +197,10 @@ def test_sequences_of_one_prompt_share_its_offloaded_pages(name, options, params
     requests = [(LONG, params)]
     codec = options.get("codec", "none")
     plain = {key: value for key, value in options.items() if not key.startswith("offload")}
-    with pytest.raises(NeverFits):
-        run(name, 0.8, requests, offload=0, **plain)
-
+    refuses(".", name, 0.8, requests, offload=0, **plain)
     engine, _, tokens = run(name, 0.8, requests, **options)
 
-    assert peak_offloaded_bytes(engine)
-    assert peak_offloaded_bytes(engine) < 2 * row_bytes(name, codec=codec)  # the prompt once
+    assert 0 < peak_offloaded_bytes(engine) < 2 * row_bytes(name, codec=codec)  # the prompt once
     assert bool(engine.stats().recomputed_tokens) == ("offload_recompute" in options)
     assert tokens == run(name, 16, requests, offload=0, **plain)[2]
     assert_all_free(engine)
@@ -240,9 +221,7 @@ def test_sequences_of_one_prompt_and_others_are_offloaded_together(params):
 def test_evicting_sequences_of_one_prompt_are_offloaded(rule):
     """Each sequence evicts its own tokens; the prompt does not fit without offload."""
     requests, evict = [(LONG, SEVERAL)], f"{rule}cap=24,every=8,when=decode"
-    with pytest.raises(NeverFits, match="--kv-offload-memory"):
-        run("llama", 0.85, requests, evict=evict, offload=0)
-
+    refuses("--kv-offload-memory", "llama", 0.85, requests, evict=evict, offload=0)
     engine, _, tokens = run("llama", 0.85, requests, evict=evict)
 
     assert 0 < peak_offloaded_bytes(engine) < 2 * row_bytes("llama")  # the prompt once
@@ -251,13 +230,10 @@ def test_evicting_sequences_of_one_prompt_are_offloaded(rule):
     assert_all_free(engine)
 
 
-@pytest.mark.parametrize(
-    ("rule", "when"),
-    [("tova:", "decode"), (f"{CRUSHED},", "decode")],
-)
-def test_evicting_beams_fit_in_less_memory_with_offload(rule, when):
+@pytest.mark.parametrize("rule", ["tova:", f"{CRUSHED},"])
+def test_evicting_beams_fit_in_less_memory_with_offload(rule):
     """Their prompt counts once, and its offloaded part as staging; then the retained tokens."""
-    requests, evict = [(LONG, BEAMS)], f"{rule}cap=16,every=8,when={when}"
+    requests, evict = [(LONG, BEAMS)], f"{rule}cap=16,every=8,when=decode"
     expected = run("llama", 16, requests, evict=evict, offload=0)[2]
 
     def fits(rows: float, offload: str | int) -> bool:
@@ -283,7 +259,7 @@ def test_requests_with_a_common_prefix_share_its_offloaded_pages():
     engine, logits, _ = run("llama", 0.95, requests, schedule=schedule)
 
     assert peak_offloaded_bytes(engine)
-    assert largest_difference(logits, run("llama", 16, requests, offload=0)[1]) <= 1e-4
+    check_ample("llama", requests, logits)
     assert_all_free(engine)
 
 
@@ -298,14 +274,11 @@ def test_requests_with_a_common_prefix_share_its_offloaded_pages():
 def test_a_preempted_request_with_offloaded_kv_is_swapped(params, recompute):
     """Its offloaded pages stay in offload memory; only resident pages go to the swap space."""
     requests = [(LONG, params), (LONG[::-1], params), (LONG[1:], params)]
-    options = {"swap_space": "4MiB", "offload_recompute": recompute}
+    options = {"swap_space": "4MiB", "offload_recompute": recompute, "offload": "512KiB"}
     schedule = {"admission": "optimistic", "preempt": "swap"}
-    engine, _, tokens = run(
-        "llama_mha", 1.2, requests, offload="512KiB", schedule=schedule, **options
-    )
+    engine, _, tokens = run("llama_mha", 1.2, requests, schedule=schedule, **options)
 
-    swapped = engine.events.newest(["swapped_out"])
-    assert swapped
+    assert engine.events.newest(["swapped_out"])
     assert {event.data["how"] for event in engine.events.newest(["preempted"])} == {"swap"}
     assert peak_offloaded_bytes(engine)
     assert tokens == run("llama_mha", 16, requests, offload=0)[2]
@@ -313,14 +286,10 @@ def test_a_preempted_request_with_offloaded_kv_is_swapped(params, recompute):
 
 
 def test_a_cancelled_swapped_request_frees_its_offloaded_pages():
-    kv = kv_config(
-        memory=int(0.9 * row_bytes("llama")),
-        page_tokens=4,
-        offload_memory="4MiB",
-        swap_space="4MiB",
-    )
+    memory = {"memory": int(0.9 * row_bytes("llama")), "offload_memory": "4MiB"}
+    kv = kv_config(page_tokens=4, swap_space="4MiB", **memory)
     engine = Engine(model_of("llama"), kv, ScheduleConfig(chunk_tokens=16, preempt="swap"))
-    engine.submit(GenerationRequest(LONG, greedy(NEW_TOKENS), request_id="a"))
+    engine.submit(*requests_of({"a": LONG}, NEW_TOKENS))
     while not engine.pool.offload.prefixes.rows or not engine.num_generated_tokens:
         engine.step()
     [request] = engine.scheduler.running
@@ -332,3 +301,105 @@ def test_a_cancelled_swapped_request_frees_its_offloaded_pages():
     engine.check()
 
     assert_all_free(engine)
+
+
+# ---- eviction in the least memory ----------------------------------------------------------------
+
+FEW_TOKENS = 15
+
+
+def drawn(count: int, seed: int = 1) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(2, zoo.VOCAB_SIZE) for _ in range(count)]
+
+
+def small_engine(model, chunk_tokens, **options) -> Engine:
+    kv = {"offload_recompute": "off", "page_tokens": 4} | options
+    return Engine(model, kv_config(**kv), ScheduleConfig(chunk_tokens=chunk_tokens))
+
+
+def least(sizes, make, requests) -> Engine:
+    """The engine of the least memory that takes all these requests, none of which is submitted."""
+    for size in sizes:
+        try:
+            for request in requests:
+                make(size).submit(request)
+        except (ConfigError, NeverFits):
+            continue
+        return make(size)
+    raise AssertionError("no memory is enough")
+
+
+def finish(engine, requests) -> Counter:
+    """Run requests; return the kinds of events and the reasons of preemptions."""
+    found: Counter[str] = Counter()
+
+    def note(event):
+        found.update([event.kind, *[event.data.get("reason")] * (event.kind == "preempted")])
+
+    engine.events.subscribe(note)
+    tokens = answer(engine, requests).tokens
+    assert [len(ids) for ids in tokens.values()] == [r.sampling.max_tokens for r in requests]
+    return found
+
+
+@pytest.mark.parametrize("offload_memory", [32_000, 26_000])
+def test_a_request_whose_offloaded_pages_do_not_fit_evicts_layer_by_layer(offload_memory):
+    """More of it is offloaded than device memory holds: its pages are never loaded together.
+
+    With the smaller offload memory it fills both memories, and no page is free for an eviction.
+    """
+    memory = {"memory": 16_000, "offload_memory": offload_memory}
+    evict = "recent:cap=16,every=8,when=pressure"
+    engine = small_engine(load("llama", times=2), 8, evict=evict, **memory)
+    found = finish(engine, requests_of({"r": drawn(150)}, FEW_TOKENS))
+
+    assert not found["preempted"]
+    assert peak_offloaded_bytes(engine) > memory["memory"]
+    assert engine.scheduler.capacities.num_evictions > 0
+
+
+PAGED = "sinks:sinks=2,cap=31,every=2,when=prefill_end,granularity=page"
+EVICTING = {  # model, rule, offload memory, tokens of a page and of a chunk
+    "decode": ("llama", "recent:cap=14,every=3,when=decode", 16_000, 4, 8),
+    "prefill_end": ("llama", "recent:cap=31,every=3,when=prefill_end", 16_000, 2, 8),
+    "window": ("gemma2", PAGED, 200_000, 2, 16),
+}
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_an_offloaded_prompt_evicts_in_the_min_memory_that_admits_it(name):
+    """The cut of the first layer holds copies of what it retains beside the whole layer.
+
+    A chunk of the prompt holds more pages of window lanes than the eviction leaves.
+    """
+    architecture, evict, offload_memory, page_tokens, chunk_tokens = EVICTING[name]
+    model, options = model_of(architecture), {"evict": evict, "page_tokens": page_tokens}
+
+    def make(memory):
+        sizes = {"memory": memory, "offload_memory": offload_memory}
+        return small_engine(model, chunk_tokens, **sizes, **options)
+
+    requests = requests_of({"r": drawn(46)}, FEW_TOKENS)
+    found = finish(least(range(20_000, 150_000, 1_000), make, requests), requests)
+
+    assert found["offloaded"] > 0
+    assert found["evicted"] > 0
+    assert found["preempted"] == 0
+
+
+@pytest.mark.parametrize("shared_tokens", [4, 8, 20])
+def test_a_prompt_fits_alone_also_after_one_whose_offloaded_pages_it_shares(shared_tokens):
+    """The pages of the first prompt were offloaded together, and are freed together."""
+    both = drawn(80)
+    prompts = {"first": both[:40], "second": [*both[:shared_tokens], *both[40:]]}
+    first, second = requests_of(prompts, 4)
+
+    def make(offload_memory):
+        sizes = {"memory": 22_000, "offload_memory": offload_memory}
+        return small_engine(model_of("llama"), 8, enable_prefix_caching=True, **sizes)
+
+    engine = least(range(4_000, 80_000, 1_000), make, [second])
+    found = finish(engine, [first, second])
+
+    assert found["preempted"] == found["its cached prefix leaves no pages"] == 1

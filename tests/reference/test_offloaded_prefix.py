@@ -4,29 +4,29 @@ Logits equal those of an engine with enough memory within 1e-4, with chunked pre
 cached prefixes, quantized KV, preemption, cancellation and delayed copies.
 """
 
-import random
 import re
-import time
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
+import torch
 
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits
+from quire.offload.kv.cuda_transfer import StreamTransferWorker
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefix_splits import PrefixSplits
 from quire.offload.split import COPY
 from quire.offload.step_log import HOST_ATTEND, PROJECT
-from quire.offload.swap.transfer import ThreadTransferWorker
 from quire.scheduler.schedule_config import ScheduleConfig
-from reference.test_eviction import Recorder, largest_difference
-from support.engines import greedy, load
+from support.engines import answer, largest_difference, load, requests_of
 from support.exact_products import use_exact_products
 from support.kv_options import kv_config
+from support.streamed import DelayedTransfers
 
 NEW_TOKENS = 14
 PROMPTS = {
@@ -35,36 +35,17 @@ PROMPTS = {
     "c": [3 + i * i % 60 for i in range(40)] + [8, 8, 4] * 7,
     "d": [11, 4] * 9,
 }
+RECOMPUTED = ("opt", "llama", "gemma2", "gpt_neox", "phi3", "stablelm", "gpt_oss")
+C = {"c": PROMPTS["c"]}
 MODELS = ("llama_mha", "qwen3", "gemma2", "opt", "mimo_v2_flash", "deepseek_v3", "glm_moe_dsa")
 ROW_TOKENS = 96
 
 
-class DelayedTransfers(ThreadTransferWorker):
-    """A transfer worker that delays each copy by a random time."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        self._rng = random.Random(seed)
-        self.num_bytes = 0
-
-    def submit(self, copy, num_bytes):
-        self.num_bytes += num_bytes
-        delay_s = self._rng.random() * 0.002
-
-        def late():
-            time.sleep(delay_s)
-            copy()
-
-        return super().submit(late, num_bytes)
-
-
 @cache
-def model_of(name: str):
-    """Model with three times its layers ("name*n": n times): with two layers all offloaded pages
-    would be staged at once.
-    """
+def model_of(name: str, device: str = "cpu"):
+    """Three times a model's layers ("name*n": n times): two layers would be staged at once."""
     architecture, _, times = name.partition("*")
-    return load(architecture, times=int(times or 3))
+    return load(architecture, device, times=int(times or 3))
 
 
 @cache
@@ -75,43 +56,39 @@ def row_bytes(name: str, codec: str = "none") -> int:
     return sum(group.bytes_at_most(ROW_TOKENS, 16) for group in groups)
 
 
-def run(
-    name: str, rows: float, *, codec="none", stream="4MiB", cancel=(), prompts=PROMPTS, **options
-):
+def engine_of(name="qwen3", *, rows=None, device="cpu", schedule=None, **options) -> Engine:
+    """An engine with KV offload, in KV memory for `rows` sequences or for `memory` bytes."""
+    kv = {"memory": "8MiB", "page_tokens": 4, "offload_memory": "1MiB"} | options
+    if rows is not None:
+        kv["memory"] = int(rows * row_bytes(name, options.get("codec", "none")))
+    steps = ScheduleConfig(**{"chunk_tokens": 16} | (schedule or {}))
+    return Engine(model_of(name, device), kv_config(**kv), steps)
+
+
+def run(name: str, rows: float, *, stream="4MiB", cancel=(), prompts=PROMPTS, **options):
     """Generate for all prompts in KV memory for `rows` sequences; return engine, logits, usages."""
     new_tokens = options.pop("new_tokens", NEW_TOKENS)
-    schedule = {"chunk_tokens": 16, "max_num_batched_tokens": 40} | options.pop("schedule", {})
-    config = kv_config(
-        memory=int(rows * row_bytes(name, codec)),
-        page_tokens=4,
-        codec=codec,
-        offload_memory=stream,
-        **options,
-    )
-    engine = Engine(model_of(name), config, ScheduleConfig(**schedule))
-    if engine.pool.kv.offload is not None:
-        engine.pool.kv.offload.transfer_worker = DelayedTransfers()
-    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
-    for request, prompt in prompts.items():
-        engine.submit(GenerationRequest(prompt, greedy(new_tokens), request_id=request))
-    usages, steps = {}, 0
-    while engine.has_work:
-        steps += 1
-        for request, at in cancel:
-            if steps == at:
-                engine.cancel(request)
-        for delta in engine.step():
-            if delta.usage is not None:
-                assert delta.error is None, delta.error
-                usages[delta.request_id] = delta.usage
-        engine.check()
-    return engine, recorder.logits, usages
+    schedule = {"max_num_batched_tokens": 40} | options.pop("schedule", {})
+    engine = engine_of(name, rows=rows, schedule=schedule, offload_memory=stream, **options)
+    if engine.pool.kv.offload is not None and options.get("device", "cpu") == "cpu":
+        engine.pool.kv.offload.transfer_worker = DelayedTransfers(max_s=0.002)
+    found = answer(engine, requests_of(prompts, new_tokens), cancel=cancel)
+    return engine, found.logits, found.usages
 
 
 @cache
 def ample_memory_logits(name: str, codec: str = "none"):
     """Logits of an engine with KV memory for all requests."""
     return run(name, 16, codec=codec, stream=0)[1]
+
+
+def check_logits(name: str, logits, only=PROMPTS) -> None:
+    expected = {request: ample_memory_logits(name)[request] for request in only}
+    assert largest_difference({request: logits[request] for request in only}, expected) <= 1e-4
+
+
+def slow(*cases):
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 def offloaded(engine: Engine) -> int:
@@ -137,38 +114,23 @@ def most_running(engine: Engine) -> int:
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [
-        *((name, 0.6) for name in MODELS),
-        ("llama_mha", 1.2),
-        *(pytest.param(name, 1.2, marks=pytest.mark.slow) for name in MODELS[1:]),
-    ],
+    [*((name, 0.6) for name in MODELS), ("llama_mha", 1.2), *slow(*((n, 1.2) for n in MODELS[1:]))],
 )
 def test_logits_equal_those_with_enough_memory(name, rows):
     engine, logits, usages = run(name, rows)
 
     assert offloaded(engine)
     assert set(usages) == set(PROMPTS)
-    assert largest_difference(logits, ample_memory_logits(name)) <= 1e-4
+    check_logits(name, logits)
     assert_all_free(engine)
 
 
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("llama_mha", "1"),
-        ("gpt2", "0.5"),
-        ("bloom", "1"),
-        ("qwen3", "1"),
-        ("mimo_v2_flash", "1"),
-        ("deepseek_v3", "1"),
-        ("deepseek_v2", "1"),
-        ("glm_moe_dsa", "1"),
-        *(
-            pytest.param(name, part, marks=pytest.mark.slow)
-            for name in ("opt", "llama", "gemma2", "gpt_neox", "phi3", "stablelm", "gpt_oss")
-            for part in ("0", "0.5", "1")
-        ),
-        pytest.param("deepseek_v32", "0.5", marks=pytest.mark.slow),
+        *(("llama_mha", "1"), ("gpt2", "0.5"), ("bloom", "1"), ("qwen3", "1")),
+        *((name, "1") for name in ("mimo_v2_flash", "deepseek_v3", "deepseek_v2", "glm_moe_dsa")),
+        *slow(("deepseek_v32", "0.5"), *product(RECOMPUTED, ("0", "0.5", "1"))),
     ],
 )
 def test_recomputed_kv_gives_equal_logits(name, part):
@@ -176,21 +138,19 @@ def test_recomputed_kv_gives_equal_logits(name, part):
 
     assert offloaded(engine)
     assert bool(engine.stats().recomputed_tokens) == (part != "0")
-    assert largest_difference(logits, ample_memory_logits(name)) <= 1e-4
+    check_logits(name, logits)
 
 
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("llama", "1"),
-        ("falcon_alibi", "0.5"),
-        ("mimo_v2_flash", "0.5"),
-        ("deepseek_v3", "0.5"),
         *(
-            pytest.param(name, part, marks=pytest.mark.slow)
-            for name in ("gpt2", "llama_mqa", "gemma2", "gpt_oss")
-            for part in ("0.5", "1")
+            ("llama", "1"),
+            ("falcon_alibi", "0.5"),
+            ("mimo_v2_flash", "0.5"),
+            ("deepseek_v3", "0.5"),
         ),
+        *slow(*product(("gpt2", "llama_mqa", "gemma2", "gpt_oss"), ("0.5", "1"))),
     ],
 )
 def test_cpu_attention_gives_equal_logits(name, part):
@@ -198,26 +158,24 @@ def test_cpu_attention_gives_equal_logits(name, part):
 
     assert offloaded(engine)
     assert engine.stats().cpu_attended_tokens
-    assert largest_difference(logits, ample_memory_logits(name)) <= 1e-4
+    check_logits(name, logits)
 
 
 @pytest.mark.parametrize(
     ("parts", "tolerance"),
-    [
-        ({"offload_recompute": "1"}, 1e-4),
-        pytest.param({"offload_cpu_attention": "0.5"}, 2e-2, marks=pytest.mark.slow),
-    ],
+    [({"offload_recompute": "1"}, 1e-4), *slow(({"offload_cpu_attention": "0.5"}, 2e-2))],
 )
 @pytest.mark.parametrize(("name", "codec"), [("llama_mha", "int8"), ("deepseek_v3", "int8/int8")])
-def test_quantized_kv_is_recomputed_and_attended_to_on_the_cpu(name, codec, parts, tolerance):
+def test_quantized_kv_is_recomputed_and_attended_to_on_the_cpu(
+    name, codec, parts, tolerance, monkeypatch
+):
     """With exact products recomputed KV has equal codes.
 
     Attention that is split between CPU and device rounds differently, which later codes amplify.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        use_exact_products(patch)
-        expected = run(name, 16, codec=codec, stream=0)[1]
-        engine, logits, _ = run(name, 0.7, codec=codec, **parts)
+    use_exact_products(monkeypatch)
+    expected = run(name, 16, codec=codec, stream=0)[1]
+    engine, logits, _ = run(name, 0.7, codec=codec, **parts)
 
     stats = engine.stats()
     assert stats.recomputed_tokens or stats.cpu_attended_tokens
@@ -226,32 +184,24 @@ def test_quantized_kv_is_recomputed_and_attended_to_on_the_cpu(name, codec, part
 
 def test_quantized_activations_use_less_memory_with_small_error():
     """int8 in groups of 64 elements with a float16 scale each: about a quarter of the bytes."""
-    runs = {
-        codec: run("llama_mha", 0.8, offload_recompute="1", offload_activation_codec=codec)
+    (plain_run, _), (coded_run, logits) = (
+        run("llama_mha", 0.8, offload_recompute="1", offload_activation_codec=codec)[:2]
         for codec in ("none", "int8")
-    }
-
-    plain, coded = (runs[codec][0].pool.offload.kv_offload.kv_recompute.store for codec in runs)
+    )
+    plain, coded = (
+        engine.pool.offload.kv_offload.kv_recompute.store for engine in (plain_run, coded_run)
+    )
     assert coded.codec.row_bytes < 0.3 * plain.codec.row_bytes
-    assert (
-        coded.allocator.num_blocks * coded.block_bytes
-        < plain.allocator.num_blocks * plain.block_bytes
-    )
-    assert runs["int8"][0].stats().recomputed_tokens
-    assert (
-        0 < difference_until_tokens_differ(runs["int8"][1], ample_memory_logits("llama_mha")) <= 0.1
-    )
-
-
-def difference_until_tokens_differ(logits, expected):
-    """Largest difference of logits up to the first step with different tokens."""
+    sizes = [store.allocator.num_blocks * store.block_bytes for store in (coded, plain)]
+    assert sizes[0] < sizes[1]
+    assert coded_run.stats().recomputed_tokens
     differences = []
     for request, steps in logits.items():
-        for got, wanted in zip(steps, expected[request], strict=True):
+        for got, wanted in zip(steps, ample_memory_logits("llama_mha")[request], strict=True):
             differences.append(float((got - wanted).abs().max()))
-            if got.argmax() != wanted.argmax():
+            if got.argmax() != wanted.argmax():  # later ones follow other tokens
                 break
-    return max(differences)
+    assert 0 < max(differences) <= 0.1
 
 
 @pytest.mark.parametrize("parts", [{"offload_recompute": "0.5"}, {"offload_cpu_attention": "1"}])
@@ -281,18 +231,13 @@ def test_layers_with_different_codecs_have_separate_offloaded_prefixes(parts, mo
 
 @pytest.mark.parametrize(
     ("codec", "rows"),
-    [
-        ("int8", 0.7),
-        pytest.param("int4+sinks=2+residual=6", 1.0, marks=pytest.mark.slow),
-        pytest.param("int4_page/int8", 0.9, marks=pytest.mark.slow),
-    ],
+    [("int8", 0.7), *slow(("int4+sinks=2+residual=6", 1.0), ("int4_page/int8", 0.9))],
 )
-def test_quantized_pages_are_offloaded_without_change(codec, rows):
+def test_quantized_pages_are_offloaded_without_change(codec, rows, monkeypatch):
     """With exact products the order of sums does not change a bit."""
-    with pytest.MonkeyPatch.context() as patch:
-        use_exact_products(patch)
-        expected = run("qwen3", 16, codec=codec, stream=0)[1]
-        engine, logits, _ = run("qwen3", rows, codec=codec)
+    use_exact_products(monkeypatch)
+    expected = run("qwen3", 16, codec=codec, stream=0)[1]
+    engine, logits, _ = run("qwen3", rows, codec=codec)
 
     assert offloaded(engine)
     assert largest_difference(logits, expected) <= 1e-4
@@ -313,10 +258,8 @@ def test_offload_memory_admits_more_requests():
 @pytest.mark.parametrize(
     ("name", "rows", "parts"),
     [
-        ("qwen3", 0.6, {}),
-        ("llama_mha", 0.3, {"offload_recompute": "0.5"}),
-        pytest.param("gemma2", 0.75, {}, marks=pytest.mark.slow),
-        pytest.param("llama", 0.3, {"offload_cpu_attention": "0.5"}, marks=pytest.mark.slow),
+        *(("qwen3", 0.6, {}), ("llama_mha", 0.3, {"offload_recompute": "0.5"})),
+        *slow(("gemma2", 0.75, {}), ("llama", 0.3, {"offload_cpu_attention": "0.5"})),
     ],
 )
 def test_a_prefill_chunk_is_limited_to_free_memory(name, rows, parts):
@@ -326,7 +269,7 @@ def test_a_prefill_chunk_is_limited_to_free_memory(name, rows, parts):
 
     assert offloaded(engine)
     assert set(logits) == set(PROMPTS)
-    assert largest_difference(logits, ample_memory_logits(name)) <= 1e-4
+    check_logits(name, logits)
     assert_all_free(engine)
 
 
@@ -335,101 +278,64 @@ def test_a_prefill_chunk_is_limited_to_free_memory(name, rows, parts):
 )
 def test_a_request_runs_in_the_min_offload_memory_that_fits(rows, page_tokens, stream_bytes):
     """Its last pages are offloaded too, in page groups that fit in offload memory."""
-    memory = {"memory": int(rows * row_bytes("qwen3")), "page_tokens": page_tokens}
-    kv = kv_config(offload_memory=stream_bytes, offload_recompute="off", **memory)
-    less = kv_config(offload_memory=stream_bytes - 512, offload_recompute="off", **memory)
-    engine = Engine(model_of("qwen3"), kv, ScheduleConfig(chunk_tokens=16))
-    engine.submit(GenerationRequest(PROMPTS["b"], greedy(8)))
-    deltas = []
-    while engine.has_work:
-        deltas += engine.step()
-        engine.check()
+    options = {"rows": rows, "page_tokens": page_tokens, "offload_recompute": "off"}
+    requests = requests_of({"b": PROMPTS["b"]}, 8)
+    answers = answer(engine_of(offload_memory=stream_bytes, **options), requests)
 
-    assert deltas[-1].finish_reason == "length"
+    assert answers.deltas[-1].finish_reason == "length"
     with pytest.raises(NeverFits):
-        Engine(model_of("qwen3"), less, ScheduleConfig(chunk_tokens=16)).submit(
-            GenerationRequest(PROMPTS["b"], greedy(8))
-        )
+        engine_of(offload_memory=stream_bytes - 512, **options).submit(*requests)
 
 
 def test_staging_frees_slabs_for_pages_of_other_sizes():
     """Staging must not hold pages in all 10 slabs, or plain layers have no free slab."""
-    kv = {"codec": "int8+plain_layers=1", "page_tokens": 4, "offload_recompute": "off"}
-    config = kv_config(memory=40960, offload_memory="1MiB", enable_prefix_caching=False, **kv)
-    engine = Engine(model_of("llama_mha"), config, ScheduleConfig(chunk_tokens=5))
-    engine.submit(GenerationRequest(PROMPTS["b"][:51], greedy(7)))
-    deltas = []
-    while engine.has_work:
-        deltas += engine.step()
-        engine.check()
+    options = {"codec": "int8+plain_layers=1", "offload_recompute": "off", "memory": 40960}
+    options |= {"enable_prefix_caching": False, "schedule": {"chunk_tokens": 5}}
+    requests = requests_of({"b": PROMPTS["b"][:51]}, 7)
+    answers = answer(engine_of("llama_mha", **options), requests)
 
-    assert (deltas[-1].finish_reason, deltas[-1].error) == ("length", None)
+    assert answers.deltas[-1].finish_reason == "length"
 
 
-@pytest.mark.parametrize("part", ["off", "1"])
-def test_a_request_with_a_cached_prefix_is_offloaded(part):
+@pytest.mark.parametrize(
+    ("name", "rows", "part", "first", "cached"),
+    [
+        ("qwen3", 0.8, "off", {"first": PROMPTS["b"][:40]}, {"first": 0, "b": 40}),
+        ("qwen3", 0.8, "1", {"first": PROMPTS["b"][:40]}, {"first": 0, "b": 40}),
+        ("qwen3", 0.7, "off", {"first": PROMPTS["b"], **C}, {"first": 0, "c": 40, "b": 52}),
+        ("llama_mha", 0.7, "0.5", {"first": PROMPTS["b"], **C}, {"first": 0, "c": 40, "b": 52}),
+    ],
+)
+def test_a_request_with_a_cached_prefix_is_offloaded(name, rows, part, first, cached):
     """Cached pages remain on the device while they are shared; the request's copy is offloaded.
 
-    Only tokens after the cached prefix have stored activations.
+    Only tokens after the cached prefix have stored activations. Offloaded prefixes are cached too:
+    the second prompt shares a part of the offloaded pages, the third one all.
     """
-    memory = int(0.8 * row_bytes("qwen3"))
-    config = kv_config(memory=memory, page_tokens=4, offload_memory="1MiB", offload_recompute=part)
-    engine = Engine(model_of("qwen3"), config, ScheduleConfig(chunk_tokens=16))
-    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
-    usages = {}
-    for request, prompt, count in (
-        ("first", PROMPTS["b"][:40], 1),
-        ("b", PROMPTS["b"], NEW_TOKENS),
-    ):
-        engine.submit(GenerationRequest(prompt, greedy(count), request_id=request))
-        while engine.has_work:
-            usages |= {d.request_id: d.usage for d in engine.step() if d.usage is not None}
-            engine.check()
+    engine, logits, found = engine_of(name, rows=rows, offload_recompute=part), {}, {}
+    for request, prompt in (first | {"b": PROMPTS["b"]}).items():
+        tokens = 1 if len(prompt) == 40 else NEW_TOKENS
+        answers = answer(engine, requests_of({request: prompt}, tokens))
+        logits |= answers.logits
+        found[request] = answers.usages[request].cached_tokens
 
-    assert usages["b"].cached_tokens == 40
-    assert {event.request_id for event in engine.events.newest(["offloaded"])} == {"b"}
-    logits = {"b": recorder.logits["b"]}
-    assert largest_difference(logits, {"b": ample_memory_logits("qwen3")["b"]}) <= 1e-4
-
-
-@pytest.mark.parametrize(("name", "part"), [("qwen3", "off"), ("llama_mha", "0.5")])
-def test_offloaded_prefixes_are_cached_in_offload_memory(name, part):
-    """The second prompt shares a part of the offloaded pages, the third one all."""
-    memory = int(0.7 * row_bytes(name))
-    config = kv_config(memory=memory, page_tokens=4, offload_memory="1MiB", offload_recompute=part)
-    engine = Engine(model_of(name), config, ScheduleConfig(chunk_tokens=16))
-    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
-    usages = {}
-    prompts = {"first": PROMPTS["b"], "c": PROMPTS["c"], "b": PROMPTS["b"]}
-    for request, prompt in prompts.items():
-        engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))
-        while engine.has_work:
-            usages |= {d.request_id: d.usage for d in engine.step() if d.usage is not None}
-            engine.check()
-
-    cached = {request: usage.cached_tokens for request, usage in usages.items()}
-    assert cached == {"first": 0, "c": 40, "b": 52}
-    logits = {request: recorder.logits[request] for request in "bc"}
-    expected = {request: ample_memory_logits(name)[request] for request in "bc"}
-    assert largest_difference(logits, expected) <= 1e-4
+    assert found == cached
+    check_logits(name, logits, only=cached.keys() - {"first"})
+    if len(cached) == 2:
+        assert {event.request_id for event in engine.events.newest(["offloaded"])} == {"b"}
     assert_all_free(engine)
 
 
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])
 def test_a_request_with_an_offloaded_prefix_can_be_preempted(preempt):
     """It is recomputed, since its pages are in two memories."""
-    host = "4MiB" if preempt == "swap" else 0
-    engine, logits, _ = run(
-        "qwen3",
-        0.9,
-        stream="48KiB",
-        swap_space=host,
-        schedule={"admission": "optimistic", "preempt": preempt},
-    )
+    options = {"swap_space": "4MiB" if preempt == "swap" else 0, "stream": "48KiB"}
+    schedule = {"admission": "optimistic", "preempt": preempt}
+    engine, logits, _ = run("qwen3", 0.9, schedule=schedule, **options)
 
     assert offloaded(engine)
     assert engine.stats().num_preemptions
-    assert largest_difference(logits, ample_memory_logits("qwen3")) <= 1e-4
+    check_logits("qwen3", logits)
 
 
 def test_cancelled_requests_free_their_offloaded_pages():
@@ -437,20 +343,14 @@ def test_cancelled_requests_free_their_offloaded_pages():
 
     assert offloaded(engine)
     assert_all_free(engine)
-    kept = {name: ample_memory_logits("qwen3")[name] for name in ("c", "d")}
-    assert largest_difference({name: logits[name] for name in kept}, kept) <= 1e-4
+    check_logits("qwen3", logits, only="cd")
 
 
 def test_requests_with_several_sequences_are_not_offloaded():
-    config = kv_config(memory=int(1.5 * row_bytes("qwen3")), page_tokens=4, offload_memory="1MiB")
-    engine = Engine(model_of("qwen3"), config, ScheduleConfig(chunk_tokens=16))
-    engine.submit(GenerationRequest(PROMPTS["b"], greedy(40), request_id="long"))
-    engine.submit(
-        GenerationRequest(PROMPTS["d"], SamplingParams(max_tokens=8, n=2, temperature=1.0, seed=1))
-    )
-    while engine.has_work:
-        engine.step()
-        engine.check()
+    engine = engine_of(rows=1.5)
+    several = SamplingParams(max_tokens=8, n=2, temperature=1.0, seed=1)
+    requests = requests_of({"long": PROMPTS["b"]}, 40)
+    answer(engine, [*requests, GenerationRequest(PROMPTS["d"], several)])
 
     assert {event.request_id for event in engine.events.newest(["offloaded"])} <= {"long"}
 
@@ -461,10 +361,13 @@ def test_requests_with_several_sequences_are_not_offloaded():
         ("llama_mha", "tova", "none", 1.1, True),
         ("qwen3", "average", "int8", 1.1, False),
         ("glm_moe_dsa", "h2o", "none", 1.1, True),
-        pytest.param("llama_mqa", "average", "none", 1.1, True, marks=pytest.mark.slow),
-        pytest.param("llama_mha", "tova", "int8", 0.8, True, marks=pytest.mark.slow),
-        pytest.param("opt", "recent", "none", 1.1, True, marks=pytest.mark.slow),
-        pytest.param("gemma2", "h2o", "none", 1.1, False, marks=pytest.mark.slow),
+        *slow(
+            *(
+                ("llama_mqa", "average", "none", 1.1, True),
+                ("llama_mha", "tova", "int8", 0.8, True),
+            ),
+            *(("opt", "recent", "none", 1.1, True), ("gemma2", "h2o", "none", 1.1, False)),
+        ),
     ],
 )
 def test_evicting_requests_are_offloaded_between_evictions(
@@ -490,153 +393,72 @@ def test_evicting_requests_are_offloaded_between_evictions(
     assert largest_difference(logits, expected) <= 1e-4
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "says"),
-    [
-        ({"offload_memory": "900TiB"}, ConfigError, "lower --kv-offload-memory"),
-        ({"offload_memory": "much"}, ConfigError, "much"),
-        (
-            {"offload_memory": 0, "offload_recompute": "0.5"},
-            ConfigError,
-            "set --kv-offload-memory",
-        ),
-        (
-            {"offload_memory": 0, "offload_activation_codec": "int8"},
-            ConfigError,
-            "set --kv-offload-memory",
-        ),
-        ({"offload_recompute": "2"}, ConfigError, "a fraction from 0 to 1, got '2'"),
-        (
-            {"offload_cpu_attention": "some"},
-            ConfigError,
-            "--kv-offload-cpu-attention: expected auto, off",
-        ),
-    ],
-)
-def test_invalid_options_are_rejected_at_start(options, error, says):
-    options = {"memory": "8MiB", "offload_memory": "1MiB"} | options
-    with pytest.raises(error, match=says):
-        Engine(model_of("qwen3"), kv_config(**options), ScheduleConfig())
+NO_MEMORY, PART = {"offload_memory": 0}, {"offload_recompute": "0.5"}
+INT8_X, HALF = {"offload_activation_codec": "int8"}, {"offload_cpu_attention": "0.5"}
+H2O, WINDOW = {"evict": "h2o:cap=32,every=8"}, {"codec": "int8+sinks=2+residual=4"}
+PAGES, STREAMING = {"codec": "int4_page"}, {"evict": "streaming:cap=32,every=8,sinks=4"}
+OWN_TOKENS = "0.5 cannot recompute any KV: each KV head retains tokens of its own; use eviction"
 
 
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        (
-            "llama_mha",
-            {"offload_recompute": "0.5", "evict": "h2o:cap=32,every=8"},
-            "0.5 cannot recompute any KV: each KV head retains tokens of its own; "
-            "use eviction rules",
-        ),
-        (
-            "llama_mha",
-            {"offload_recompute": "0.5", "codec": "int4_page"},
-            "use a codec such as int8",
-        ),
-        (
-            "llama_mha",
-            {"offload_recompute": "1", "codec": "int8+sinks=2+residual=4"},
-            "use a codec such as int8",
-        ),
-        (
-            "llama_mha",
-            {"offload_recompute": "0.5", "offload_memory": "25KiB"},
-            "0.5, a page of activations.*: raise it or leave it out",
-        ),
-        (
-            "llama_mha",
-            {"offload_recompute": "0.5", "scratch": 100},
-            "expected --scratch of .* or more",
-        ),
-        (
-            "llama_mha",
-            {"offload_activation_codec": "int8", "offload_recompute": "off"},
-            "none is: --kv-offload-recompute is off; leave out --kv-offload-activation-codec",
-        ),
-        (
-            "llama_mha",
-            {"offload_activation_codec": "int8", "codec": "int4_page"},
-            "leave out --kv-offload-activation-codec",
-        ),
-        (
-            "llama",
-            {"offload_cpu_attention": "0.5", "codec": "int8+sinks=2+residual=4"},
-            "use a codec without .sinks",
-        ),
-        (
-            "llama",
-            {"offload_cpu_attention": "0.5", "evict": "streaming:cap=32,every=8,sinks=4"},
-            "a rule other than streaming",
-        ),
-        (
-            "llama",
-            {"offload_cpu_attention": "0.5", "evict": "h2o:cap=32,every=8"},
-            "needs statistics of the attention to every token; use a rule without them",
-        ),
-        (
-            "llama",
-            {"offload_recompute": "0.5", "offload_cpu_attention": "0.6"},
-            "of at most 1, got 0.5 and 0.6: lower one",
-        ),
+        ("qwen3", {"offload_memory": "900TiB"}, "lower --kv-offload-memory"),
+        ("qwen3", {"offload_memory": "much"}, "much"),
+        ("qwen3", NO_MEMORY | PART, "set --kv-offload-memory"),
+        ("qwen3", NO_MEMORY | INT8_X, "set --kv-offload-memory"),
+        ("qwen3", {"offload_recompute": "2"}, "a fraction from 0 to 1, got '2'"),
+        ("qwen3", {"offload_cpu_attention": "some"}, "cpu-attention: expected auto, off"),
+        ("llama_mha", PART | H2O, OWN_TOKENS),
+        ("llama_mha", PART | PAGES, "use a codec such as int8"),
+        ("llama_mha", WINDOW | {"offload_recompute": "1"}, "use a codec such as int8"),
+        ("llama_mha", PART | {"offload_memory": "25KiB"}, "0.5, a page of activations.*: raise it"),
+        ("llama_mha", PART | {"scratch": 100}, "expected --scratch of .* or more"),
+        ("llama_mha", INT8_X | {"offload_recompute": "off"}, "is off; leave out --kv-offload"),
+        ("llama_mha", INT8_X | PAGES, "leave out --kv-offload-activation-codec"),
+        ("llama", HALF | WINDOW, "use a codec without .sinks"),
+        ("llama", HALF | STREAMING, "a rule other than streaming"),
+        ("llama", HALF | H2O, "needs statistics of the attention to every token; use a rule"),
+        ("llama", PART | {"offload_cpu_attention": "0.6"}, "at most 1, got 0.5 and 0.6: lower one"),
         ("llama", {"offload_memory": "1KiB"}, "expected --kv-offload-memory of .* or more"),
-        (
-            "glm_moe_dsa",
-            {"offload_cpu_attention": "0.5"},
-            "an index selects tokens by the scores of the whole sequence",
-        ),
+        ("glm_moe_dsa", HALF, "an index selects tokens by the scores of the whole sequence"),
     ],
 )
 def test_options_without_effect_are_rejected(name, options, says):
-    options = {"memory": "8MiB", "offload_memory": "1MiB"} | options
     with pytest.raises(ConfigError, match=says):
-        Engine(model_of(name), kv_config(**options), ScheduleConfig())
+        engine_of(name, **options, page_tokens=16)
+
+
+def min_bytes(name, says=r"of [\d,]+ B or more", **options) -> int:
+    """The number of bytes that an error expects."""
+    with pytest.raises(ConfigError, match=says) as refused:
+        engine_of(name, page_tokens=16, **options)
+    return int(re.search(r"of ([\d,]+) B or more", str(refused.value))[1].replace(",", ""))
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_mha"])
 @pytest.mark.parametrize("fraction", ["off", "0.01", "0.5", "1"])
-def test_the_min_offload_memory_of_an_error_is_accepted(name, fraction):
-    options = {"memory": "8MiB", "offload_recompute": fraction}
-    with pytest.raises(ConfigError, match=r"of [\d,]+ B or more") as refused:
-        Engine(model_of(name), kv_config(offload_memory=1024, **options), ScheduleConfig())
-    min_bytes = _expected_bytes(refused)
-
-    pool = Engine(
-        model_of(name), kv_config(offload_memory=min_bytes, **options), ScheduleConfig()
-    ).pool
+def test_the_min_memory_of_an_error_is_accepted(name, fraction):
+    options = {"offload_recompute": fraction}
+    least = min_bytes(name, offload_memory=1024, **options)
+    pool = engine_of(name, page_tokens=16, offload_memory=least, **options).pool
     offload, groups = pool.offload, [table.group for table in pool.kv.memory.tables.values()]
     page_bytes = sum(group.num_lanes * group.page_class.page_bytes for group in groups)
     assert offload.prefixes.pool.total_bytes >= page_bytes
     if fraction != "off":
         assert offload.kv_offload.kv_recompute.store.allocator.num_blocks
-    with pytest.raises(ConfigError, match=r"of [\d,]+ B or more"):
-        Engine(
-            model_of(name), kv_config(offload_memory=min_bytes - 64, **options), ScheduleConfig()
-        )
-
-
-def test_the_min_scratch_memory_of_an_error_is_accepted():
-    options = {"memory": "8MiB", "offload_memory": "1MiB", "offload_recompute": "0.5"}
-    with pytest.raises(ConfigError, match="--scratch of") as refused:
-        Engine(model_of("llama_mha"), kv_config(scratch=100, **options), ScheduleConfig())
-    Engine(
-        model_of("llama_mha"),
-        kv_config(scratch=_expected_bytes(refused), **options),
-        ScheduleConfig(),
-    )
-
-
-def _expected_bytes(refused) -> int:
-    """The number of bytes that an error expects."""
-    return int(re.search(r"of ([\d,]+) B or more", str(refused.value))[1].replace(",", ""))
+    assert min_bytes(name, offload_memory=least - 64, **options) == least
+    if (name, fraction) == ("llama_mha", "0.5"):
+        scratch = min_bytes(name, "--scratch of", scratch=100, **options)
+        engine_of(name, page_tokens=16, scratch=scratch, **options)
 
 
 def test_what_auto_leaves_out_is_logged_once(caplog):
     caplog.set_level("INFO", logger="quire")
-    why("llama_mha", codec="int4_page+plain=float32")
+    engine_of("llama_mha", codec="int4_page+plain=float32", page_tokens=16)
+    said = [record.getMessage() for record in caplog.records]
+    said = [text for text in said if "--kv-offload-" in text]
 
-    said = [
-        record.getMessage() for record in caplog.records if "--kv-offload-" in record.getMessage()
-    ]
     assert [text.partition(":")[0] for text in said] == [
         "--kv-offload-recompute auto recomputes no KV",
         "--kv-offload-cpu-attention auto attends on the device alone",
@@ -679,23 +501,40 @@ def test_the_recomputed_fraction_follows_measured_rates(monkeypatch):
     assert offload.splits.rates.call_and_unit_s(COPY)[1] < slow[COPY][1] / 100
     assert parts[0] > 0.5 > parts[-1]
     assert offload.kv_offload.kv_recompute.store.allocator.peak_blocks
-    assert largest_difference(logits, ample_memory_logits("llama_mha")) <= 1e-4
-
-
-def why(name: str, **options) -> str:
-    """The engine's explanation of how much KV is recomputed."""
-    config = kv_config(**{"memory": "8MiB", "offload_memory": "1MiB"} | options)
-    return Engine(model_of(name), config, ScheduleConfig()).pool.offload.why
+    check_logits("llama_mha", logits)
 
 
 def test_the_explanation_says_why_no_kv_is_recomputed():
-    assert "activations are 1.0x the KV of this model: KV alone" in why("llama")
-    assert "each KV head retains tokens of its own" in why("llama_mha", evict="h2o:cap=32,every=8")
-    assert "not written one by one" in why("llama_mha", codec="int4_page")
-    assert "--kv-offload-recompute off" in why("llama_mha", offload_recompute="off")
-    assert "recomputed from activations, as requested" in why("llama", offload_recompute="0.5")
+    for name, options, says in (
+        ("llama", {}, "activations are 1.0x the KV of this model: KV alone"),
+        ("llama_mha", H2O, "each KV head retains tokens of its own"),
+        ("llama_mha", PAGES, "not written one by one"),
+        ("llama_mha", {"offload_recompute": "off"}, "--kv-offload-recompute off"),
+        ("llama", PART, "recomputed from activations, as requested"),
+    ):
+        assert says in engine_of(name, **options, page_tokens=16).pool.offload.why
 
 
 def test_a_model_without_enough_full_attention_layers_is_rejected():
     with pytest.raises(ConfigError, match="layers with full attention and pages of one size"):
         Engine(load("qwen3"), kv_config(memory="8MiB", offload_memory="1MiB"), ScheduleConfig())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "parts",
+    [
+        *({"offload_recompute": part} for part in ("off", "1", "0.5")),
+        *({"offload_recompute": "off", "offload_cpu_attention": "0.5"}, {}),
+    ],
+)
+@pytest.mark.parametrize("name", ["llama_mha", "llama", "opt"])
+def test_logits_on_cuda_equal_those_with_enough_memory(name, parts, monkeypatch):
+    """Pinned memory, a copy stream and events; no device sync."""
+    monkeypatch.setattr(torch.cuda, "synchronize", pytest.fail)
+    engine, logits, _ = run(name, 0.8, device="cuda", **parts)
+
+    assert isinstance(engine.pool.offload.kv_offload.transfer_worker, StreamTransferWorker)
+    assert offloaded(engine)
+    expected = run(name, 16, device="cuda", stream=0)[1]
+    assert largest_difference(logits, expected) <= 1e-3

@@ -8,7 +8,6 @@ import torch
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from quire.config.generation_request import GenerationRequest
 from quire.engine.core import Engine
 from quire.hf.cache import retained_positions
 from quire.models.adapter import TransformersDecoder
@@ -16,7 +15,7 @@ from quire.models.own_attention import alibi_slopes
 from quire.models.verify import DenseAttention
 from reference.test_equality import Forced
 from support import zoo
-from support.engines import NEW_TOKENS, Expected, engine_for, expect, greedy, load
+from support.engines import NEW_TOKENS, Expected, answer, engine_for, expect, load, requests_of
 from support.kv_options import kv_config
 
 TOLERANCE = 1e-3
@@ -29,13 +28,8 @@ PROMPTS = [
     for seed in range(3)
 ]
 ALIBI = ("bloom", "mpt", "falcon_alibi")
-RULES = (
-    "h2o:recent=8",
-    "snapkv:window=6",
-    "tova:recent=0",
-    "sinks:sinks=4",
-    "expected_attention:sinks=4",
-)
+RULES = ("h2o:recent=8", "snapkv:window=6", "tova:recent=0", "sinks:sinks=4")
+RULES += ("expected_attention:sinks=4",)
 
 
 @cache
@@ -43,12 +37,10 @@ def reference(name: str) -> list[Expected]:
     return expect(name, PROMPTS)
 
 
-def forced_logits(engine: Engine, name: str, expected: list[Expected]) -> float:
+def forced_logits(engine: Engine, expected: list[Expected]) -> float:
     """The largest difference from Transformers' logits, relative to the largest logit."""
-    forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
-    engine.sampling_step.sampler = forced
-    for i, wanted in enumerate(expected):
-        engine.submit(GenerationRequest(wanted.prompt, greedy(), request_id=f"r{i}"))
+    forced = Forced(engine, expected)
+    forced.submit(engine)
     while engine.has_work:
         engine.step()
     engine.check()
@@ -58,38 +50,24 @@ def forced_logits(engine: Engine, name: str, expected: list[Expected]) -> float:
 @pytest.mark.parametrize("chunk_tokens", [7, 64])
 @pytest.mark.parametrize("name", [*zoo.OWN_ATTENTION, *zoo.LATENT, *zoo.HYBRID])
 def test_long_prompts_equal_transformers_in_a_small_memory(name, chunk_tokens):
-    engine = engine_for(
-        load(name),
-        room=1.96,
-        longest=LENGTH + NEW_TOKENS,
-        page_tokens=4,
-        chunk_tokens=chunk_tokens,
-    )
+    sizes = {"room": 1.96, "longest": LENGTH + NEW_TOKENS, "page_tokens": 4}
+    engine = engine_for(load(name), chunk_tokens=chunk_tokens, **sizes)
 
-    assert forced_logits(engine, name, reference(name)) <= TOLERANCE
+    assert forced_logits(engine, reference(name)) <= TOLERANCE
 
 
-def outputs(name: str, rule: str, attention: str) -> tuple[list[list[int]], list[object]]:
+def outputs(name: str, rule: str, attention: str) -> tuple[dict, list[object]]:
     """Tokens, and the positions that each layer retains after the prompt."""
-    engine = Engine(
-        load(name),
-        kv_config(
-            memory="8MiB", page_tokens=4, evict=f"{rule},cap=64,every=8", attention=attention
-        ),
-    )
-    retained, tokens = [], {}
-    for i, prompt in enumerate(PROMPTS[:2]):
-        engine.submit(GenerationRequest(prompt[:150], greedy(24), request_id=str(i)))
-    while engine.has_work:
-        for delta in engine.step():
-            tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
-        retained += [
-            retained_positions(engine.pool.kv, request.memory.row, layer)
-            for request in engine.scheduler.running
-            for layer in range(engine.model.spec.num_layers)
-        ]
-    engine.check()
-    return [tokens[key] for key in sorted(tokens)], retained
+    kv = {"memory": "8MiB", "page_tokens": 4, "evict": f"{rule},cap=64,every=8"}
+    engine, retained = Engine(load(name), kv_config(**kv, attention=attention)), []
+
+    def note(engine):
+        for request in engine.scheduler.running:
+            row, layers = request.memory.row, range(engine.model.spec.num_layers)
+            retained.extend(retained_positions(engine.pool.kv, row, layer) for layer in layers)
+
+    prompts = {str(i): prompt[:150] for i, prompt in enumerate(PROMPTS[:2])}
+    return answer(engine, requests_of(prompts, 24), before_step=note).tokens, retained
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -107,9 +85,9 @@ class Reversed:
     def __init__(self, attention):
         self._attention = attention
 
-    def attend(self, call, query, key, value):
+    def attend(self, call, *vectors):
         alibi = replace(call.alibi, slopes=call.alibi.slopes.flip(0))
-        return self._attention.attend(replace(call, alibi=alibi), query, key, value)
+        return self._attention.attend(replace(call, alibi=alibi), *vectors)
 
 
 @pytest.mark.parametrize("name", ALIBI)
@@ -145,5 +123,5 @@ def test_one_codec_applies_to_the_latents_of_an_engine():
     assert engine.pool.codec == "float32/int8"
     (group,) = engine.pool.kv.memory.layout.groups
     assert group.page_class.data_bytes == 4 * (16 + 2 + 8 * 4)
-    loss = forced_logits(engine, "deepseek_v3", reference("deepseek_v3")[:1])
+    loss = forced_logits(engine, reference("deepseek_v3")[:1])
     assert TOLERANCE < loss < 0.03  # the codes are read

@@ -1,10 +1,11 @@
-"""Engines that store cached prefixes on a disk or in Redis and load them after a restart.
+"""Engines that store cached prefixes in CPU memory or on a disk, and load them after a restart.
 
 Logits equal those of an engine without a tier within 1e-4, also with damaged files and stalled
 links. Pages are NaN before they are loaded, so attention to a page before its load is detected.
 """
 
 import errno
+import itertools
 import os
 import random
 import shutil
@@ -25,10 +26,9 @@ from quire.offload.prefix_store.store import PrefixStore
 from quire.offload.tiers.file import FileTier
 from quire.plan.rates import PrefillRates
 from quire.scheduler.schedule_config import ScheduleConfig
-from reference.test_eviction import Recorder, largest_difference
-from support.engines import greedy, load
+from support import engines
+from support.engines import greedy, largest_difference, load, requests_of
 from support.kv_options import kv_config
-from support.redis_servers import start_redis
 from unit.offload import test_file_tier as file_damage
 
 MIB = 1 << 20
@@ -39,7 +39,6 @@ PROMPTS = {
     "d": [11, 4] * 9,
 }
 NEW_TOKENS = 6
-SHARED = {"remote_memory": 32 * MIB}
 BOTH = PrefillRates(token_s=1e-3, call_s=1e-4)  # as fast as a load that is said to take 1 ms
 READ_SLOWLY = PrefillRates(token_s=1e3)
 READ_FAST = PrefillRates(token_s=1e-12)
@@ -48,9 +47,9 @@ READ_FAST = PrefillRates(token_s=1e-12)
 class Rates:
     """Costs that stay as they are."""
 
-    def __init__(self, prefill):
+    def __init__(self, prefill, second_s=1.0):
         self.prefill, self.costs = prefill, self
-        self.coefficients = (0.0, 1.0)
+        self.coefficients = (0.0, second_s)
 
     def read(self, *_):
         """Learns nothing."""
@@ -73,99 +72,110 @@ def poison(monkeypatch):
     monkeypatch.setattr(InFlightPages, "extend_down", poisoned)
 
 
-@cache
-def model_of(name):
-    return load(name)
+model_of = cache(load)
+OPEN: list[Engine] = []
 
 
-def engine_of(name, *, prefill=BOTH, token_s=1e-3, schedule=None, **options):
+def close_all():
+    while OPEN:
+        OPEN.pop().close()
+
+
+@pytest.fixture(autouse=True)
+def close_engines():
+    yield
+    close_all()
+
+
+def engine_of(name="qwen3", *, prefill=BOTH, token_s=1e-3, schedule=None, **options):
+    """An engine whose rates stay as they are; it is closed at the end of the test."""
     options = {"memory": 4 * MIB, "page_tokens": 4} | options
-    config = ScheduleConfig(
-        **({"chunk_tokens": 16, "max_num_batched_tokens": 40} | (schedule or {}))
-    )
-    engine = Engine(model_of(name), kv_config(**options), config)
-    prefix_loader = engine.prefix_loader
-    if prefix_loader is not None and prefill is not None:
-        prefix_loader.costs = Rates(prefill)
-        rates = prefix_loader.tier.levels.rates
+    steps = {"chunk_tokens": 16, "max_num_batched_tokens": 40} | (schedule or {})
+    engine = Engine(model_of(name), kv_config(**options), ScheduleConfig(**steps))
+    OPEN.append(engine)
+    loader = engine.prefix_loader
+    if loader is not None and prefill is not None:
+        loader.costs = Rates(prefill)
+        rates = loader.tier.levels.rates
         for level in range(len(rates)):
-            rates[level] = Rates(None)
-            rates[level].coefficients = (0.0, token_s / prefix_loader._token_bytes)
+            rates[level] = Rates(None, token_s / loader._token_bytes)
     return engine
 
 
-def answer(engine, prompts=PROMPTS, cancel=(), **options):
+def answer(engine, prompts=PROMPTS, **options):
     """Answer prompts; logits and usages."""
-    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
-    for request, prompt in prompts.items():
-        engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request, **options))
-    usages, steps = {}, 0
-    while engine.has_work:
-        steps += 1
-        assert steps < 20_000
-        for request, at in cancel:
-            if steps == at:
-                engine.cancel(request)
-        for delta in engine.step():
-            if delta.usage is not None:
-                assert delta.error is None, delta.error
-                usages[delta.request_id] = delta.usage
-        engine.check()
-    return recorder.logits, usages
+    run = {name: options.pop(name) for name in ("cancel", "before_step") if name in options}
+    found = engines.answer(engine, requests_of(prompts, NEW_TOKENS, **options), **run)
+    return found.logits, found.usages
 
 
 @cache
-def plain(name):
-    """Without a tier."""
+def plain(name="qwen3"):
+    """Logits without a tier."""
     return answer(engine_of(name))[0]
+
+
+def check_logits(logits, name="qwen3", only=None):
+    """Compare with those without a tier, of all prompts or only of some."""
+    expected = {request: plain(name)[request] for request in only or PROMPTS}
+    assert largest_difference({request: logits[request] for request in expected}, expected) <= 1e-4
 
 
 def on_disk(path, **options):
     return {"disk_memory": 32 * MIB, "disk_path": str(path / "kv")} | options
 
 
-def fill(name, path, **options):
-    """An engine that answers all and leaves its prefixes on disk."""
+def fill(path, name="qwen3", **options):
+    """Answer all prompts with an engine that leaves its prefixes on disk."""
     engine = engine_of(name, **on_disk(path), **options)
     answer(engine)
     engine.close()
     assert engine.stats().tier.stored_blocks
-    return engine
 
 
 def restored(engine):
     return engine.events.newest(["prefix_loaded"])
 
 
+def loaded_tokens(engine):
+    return [event.data["tokens"] for event in restored(engine)]
+
+
+def drain(engine):
+    engine.prefix_loader.tier.transfer_worker.drain()
+
+
+B = {"b": PROMPTS["b"]}
+
+
 @pytest.mark.parametrize("name", ["llama_mha", "qwen3", "gemma2", "opt"])
 def test_a_restarted_engine_finds_its_prefixes(name, tmp_path):
-    fill(name, tmp_path)
+    fill(tmp_path, name)
     engine = engine_of(name, **on_disk(tmp_path))
     tier = engine.stats().tier
 
     logits, usages = answer(engine)
 
     assert tier.found_blocks > 60
-    assert largest_difference(logits, plain(name)) <= 1e-4
+    check_logits(logits, name)
     assert {event.request_id for event in restored(engine)} >= {"a", "b"}
     assert any(event.data["computed_tokens"] for event in restored(engine))
     assert usages["b"].cached_tokens >= 32
     stats = engine.stats().tier
     assert stats.loaded_tokens == sum(event.data["tokens"] for event in restored(engine))
     assert stats.loading_bytes == stats.num_discarded == stats.num_failed == 0
-    engine.close()
 
 
 @pytest.mark.parametrize(
     ("prefill", "read"), [(READ_SLOWLY, "none"), (BOTH, "some"), (READ_FAST, "all")]
 )
 def test_rates_decide_how_much_is_recomputed(prefill, read, tmp_path):
-    fill("qwen3", tmp_path)
-    engine = engine_of("qwen3", prefill=prefill, **on_disk(tmp_path))
+    fill(tmp_path)
+    engine = engine_of(prefill=prefill, **on_disk(tmp_path))
 
-    logits, usages = answer(engine, {"b": PROMPTS["b"]})
+    logits, usages = answer(engine, B)
 
-    assert largest_difference(logits, {"b": plain("qwen3")["b"]}) <= 1e-4
+    check_logits(logits, only="b")
     if read == "all":
         assert not restored(engine)
         assert engine.stats().tier.num_declined
@@ -174,109 +184,91 @@ def test_rates_decide_how_much_is_recomputed(prefill, read, tmp_path):
         assert event.data["tokens"] + event.data["computed_tokens"] == 148
         assert bool(event.data["computed_tokens"]) == (read == "some")
         assert usages["b"].cached_tokens == event.data["tokens"]
-        [served] = engine.stats().served
-        assert served.cached_tokens == event.data["tokens"]
-    engine.close()
+        assert engine.stats().served[0].cached_tokens == event.data["tokens"]
 
 
 def test_an_engine_that_only_decodes_recomputes_nothing(tmp_path):
-    fill("qwen3", tmp_path)
-    engine = engine_of("qwen3", prefill=READ_FAST, kv_load="whole", **on_disk(tmp_path))
-
-    logits, usages = answer(engine, {"b": PROMPTS["b"]})
+    fill(tmp_path)
+    logits, usages = answer(engine_of(prefill=READ_FAST, kv_load="whole", **on_disk(tmp_path)), B)
 
     assert usages["b"].cached_tokens == 148
-    assert largest_difference(logits, {"b": plain("qwen3")["b"]}) <= 1e-4
-    engine.close()
+    check_logits(logits, only="b")
 
 
 def test_a_prefix_loaded_after_a_preemption_counts_as_cached(tmp_path):
     """The first load is aborted by the preemption; the second one loads all 148 tokens."""
-    fill("qwen3", tmp_path)
-    engine = engine_of("qwen3", prefill=READ_SLOWLY, **on_disk(tmp_path))
-    usages = {}
+    fill(tmp_path)
+    engine = engine_of(prefill=READ_SLOWLY, **on_disk(tmp_path))
     engine.submit(GenerationRequest(PROMPTS["b"], greedy(NEW_TOKENS), request_id="b"))
-    prefix_loader = engine.prefix_loader
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_loader.tier.transfer_worker, "urgent", lambda work: None)
+        patch.setattr(engine.prefix_loader.tier.transfer_worker, "urgent", lambda work: None)
         engine.step()
-        [request] = engine.scheduler.running
-        engine.scheduler.lifecycle.preempt(request, "test")
-    while engine.has_work:
-        usages |= {d.request_id: d.usage for d in engine.step() if d.usage is not None}
+        engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "test")
+    usage = answer(engine, {})[1]["b"]
 
-    assert usages["b"].preemptions == 1
-    assert [event.data["tokens"] for event in restored(engine)] == [148]
-    assert usages["b"].cached_tokens == 148
-    assert engine.stats().served[0].cached_tokens == 148
-    engine.close()
+    assert usage.preemptions == 1
+    assert loaded_tokens(engine) == [148]
+    assert usage.cached_tokens == engine.stats().served[0].cached_tokens == 148
 
 
 def test_recomputed_tokens_of_a_resumed_request_do_not_count_as_cached(tmp_path):
-    engine = engine_of("qwen3", **on_disk(tmp_path))
+    engine = engine_of(**on_disk(tmp_path))
+    running = engine.scheduler.running
     engine.submit(GenerationRequest(PROMPTS["b"], greedy(NEW_TOKENS), request_id="b"))
-    usages = {}
-    while not engine.scheduler.running or engine.scheduler.running[0].progress.num_computed < 100:
+    while not running or running[0].progress.num_computed < 100:
         engine.step()
-    engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "test")
-    while engine.has_work:
-        usages |= {d.request_id: d.usage for d in engine.step() if d.usage is not None}
+    engine.scheduler.lifecycle.preempt(running[0], "test")
 
+    assert answer(engine, {})[1]["b"].cached_tokens == 0
     assert engine.stats().cached_tokens
-    assert usages["b"].cached_tokens == 0
-    engine.close()
 
 
 @pytest.mark.parametrize(
     ("changed", "found"), [({"summary": "Other words."}, True), ({"group": 16}, False)]
 )
 def test_stored_prefixes_depend_on_the_codec_and_not_on_its_help_text(changed, found, tmp_path):
-    fill("qwen3", tmp_path)
+    fill(tmp_path)
     codecs = {
         name: replace(codec, **changed) if name == "float32" else codec
         for name, codec in codec_names.CODECS.items()
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(codec_names, "CODECS", codecs)
-        engine = engine_of("qwen3", **on_disk(tmp_path))
+        engine = engine_of(**on_disk(tmp_path))
 
     assert bool(engine.stats().tier.found_blocks) == found
-    engine.close()
 
 
 def test_loaded_prefixes_are_shared(tmp_path):
-    fill("qwen3", tmp_path)
-    engine = engine_of("qwen3", prefill=READ_SLOWLY, **on_disk(tmp_path))
-    answer(engine, {"b": PROMPTS["b"]})
-
-    logits, usages = answer(engine, {"x": PROMPTS["b"]})
+    fill(tmp_path)
+    engine = engine_of(prefill=READ_SLOWLY, **on_disk(tmp_path))
+    for _ in range(2):
+        logits, usages = answer(engine, B)
 
     assert len(restored(engine)) == 1
-    assert usages["x"].cached_tokens == 148
-    assert largest_difference(logits, {"x": plain("qwen3")["b"]}) <= 1e-4
-    engine.close()
+    assert usages["b"].cached_tokens == 148
+    check_logits(logits, only="b")
 
 
 def test_evicted_prefixes_are_loaded_from_the_tier(tmp_path):
     """Also prefixes of requests that were preempted and are recomputed."""
     reserve = {"admission": "optimistic", "preempt": "recompute"}
-    engine = engine_of("qwen3", memory=160 << 10, schedule=reserve, **on_disk(tmp_path))
+    engine = engine_of(memory=160 << 10, schedule=reserve, **on_disk(tmp_path))
 
     for _ in range(3):
         logits, _ = answer(engine)
-        engine.prefix_loader.tier.transfer_worker.drain()
-        assert largest_difference(logits, plain("qwen3")) <= 1e-4
+        drain(engine)
+        check_logits(logits)
 
     assert restored(engine)
     assert engine.events.newest(["prefix_stored"])
-    engine.close()
 
 
 # ---- what happens to disks -----------------------------------------------------------------------
 
 
 def test_an_entry_with_other_tokens_than_its_key_says_is_discarded(tmp_path):
-    engine = engine_of("qwen3", prefill=READ_SLOWLY, **on_disk(tmp_path))
+    engine = engine_of(prefill=READ_SLOWLY, **on_disk(tmp_path))
     put = PrefixStore.put
 
     def put_others(self, keys, records):
@@ -287,16 +279,15 @@ def test_an_entry_with_other_tokens_than_its_key_says_is_discarded(tmp_path):
         patch.setattr(PrefixStore, "put", put_others)
         answer(engine)
         engine.close()
-    engine = engine_of("qwen3", prefill=READ_SLOWLY, **on_disk(tmp_path))
+    engine = engine_of(prefill=READ_SLOWLY, **on_disk(tmp_path))
     logits, _ = answer(engine)
 
     assert engine.stats().tier.num_discarded
-    assert largest_difference(logits, plain("qwen3")) <= 1e-4
-    engine.close()
+    check_logits(logits)
 
 
 def test_a_full_disk_stores_nothing_and_fails_no_request(tmp_path, monkeypatch, caplog):
-    engine = engine_of("qwen3", memory=160 << 10, **on_disk(tmp_path))
+    engine = engine_of(memory=160 << 10, **on_disk(tmp_path))
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -306,100 +297,56 @@ def test_a_full_disk_stores_nothing_and_fails_no_request(tmp_path, monkeypatch, 
         logits, _ = answer(engine)
         engine.close()
 
-    assert largest_difference(logits, plain("qwen3")) <= 1e-4
+    check_logits(logits)
     assert engine.stats().tier.num_failed > 1
     assert engine.stats().tier.stored_bytes == 0
     assert caplog.text.count("No space left") == 1
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"codec": "int8"},
-        {"page_tokens": 8},
-        {"evict": "h2o:cap=64,every=8"},
-        {"model": "llama_mha"},
-    ],
-)
-def test_blocks_of_another_model_or_layout_are_never_loaded(other, tmp_path):
-    fill("qwen3", tmp_path)
-    name = other.pop("model", "qwen3")
-    engine = engine_of(name, prefill=READ_SLOWLY, **on_disk(tmp_path), **other)
-    answer(engine, {"b": PROMPTS["b"]})
+def test_blocks_of_another_model_or_layout_are_never_loaded(tmp_path):
+    fill(tmp_path)
+    others = ({"codec": "int8"}, {"page_tokens": 8}, {"evict": "h2o:cap=64,every=8"})
+    for other in (*others, {"name": "llama_mha"}):
+        engine = engine_of(prefill=READ_SLOWLY, **on_disk(tmp_path), **other)
+        answer(engine, B)
 
-    assert engine.stats().tier.found_blocks == 0
-    assert not restored(engine)
-    engine.close()
+        assert engine.stats().tier.found_blocks == 0
+        assert not restored(engine)
+        engine.close()
 
 
 def test_tenants_find_their_own_prefixes_and_no_others(tmp_path):
     tenants = {"tenants": "red; blue"}
-    engine = engine_of("qwen3", schedule=tenants, **on_disk(tmp_path))
+    engine = engine_of(schedule=tenants, **on_disk(tmp_path))
     answer(engine, tenant="red")
     engine.close()
 
-    engine = engine_of("qwen3", prefill=READ_SLOWLY, schedule=tenants, **on_disk(tmp_path))
+    engine = engine_of(prefill=READ_SLOWLY, schedule=tenants, **on_disk(tmp_path))
     answer(engine, tenant="blue")
     assert not restored(engine)
     engine.scheduler.sequence_memory.drop_cached()
     logits, _ = answer(engine, tenant="red")
     assert restored(engine)
-    assert largest_difference(logits, plain("qwen3")) <= 1e-4
-    engine.close()
+    check_logits(logits)
 
 
-# ---- links ---------------------------------------------------------------------------------------
+def hold_reads(monkeypatch, keys: list):
+    """Hold all reads of blocks until the returned event is set; keys of blocks that were read."""
+    gate, read = threading.Event(), PrefixStore.read
 
+    def read_late(self, blocks, *rest):
+        assert gate.wait(30)
+        keys.extend(block.key for block in blocks)
+        read(self, blocks, *rest)
 
-@pytest.fixture
-def server():
-    started = start_redis()
-    yield started
-    started.close()
-
-
-def test_a_store_serves_several_engines(server):
-    first = engine_of("qwen3", remote=server.url)
-    second = engine_of("qwen3", prefill=READ_SLOWLY, remote=server.url)
-    answer(first)
-    first.close()
-
-    logits, _ = answer(second)  # looks up what the first engine has written meanwhile
-
-    assert {event.request_id for event in restored(second)} >= {"a", "b"}
-    assert largest_difference(logits, plain("qwen3")) <= 1e-4
-    second.close()
-
-
-def test_prefixes_are_recomputed_if_the_link_stalls(server):
-    """Two requests whose prefixes are there, one whose is not: all end before the link moves."""
-    first = engine_of("qwen3", remote=server.url)
-    answer(first, {name: PROMPTS[name] for name in "ab"})
-    first.close()
-    reading = PrefillRates(token_s=1e-4)
-    options = {"remote": server.url, "remote_timeout_s": 20.0}
-    engine = engine_of("qwen3", prefill=reading, token_s=1e-5, **options)
-    server.pause()
-
-    logits, _ = answer(engine)
-
-    assert not restored(engine)
-    assert engine.stats().tier.loading_bytes == 0
-    assert largest_difference(logits, plain("qwen3")) <= 1e-4
-    server.resume()
-    engine.close()
+    monkeypatch.setattr(PrefixStore, "read", read_late)
+    return gate
 
 
 def test_a_request_that_waits_for_its_pages_does_not_delay_others(tmp_path, monkeypatch):
-    fill("qwen3", tmp_path)
-    engine = engine_of("qwen3", prefill=READ_SLOWLY, token_s=100.0, **on_disk(tmp_path))
-    gate, read = threading.Event(), PrefixStore.read
-
-    def read_late(self, *arguments):
-        assert gate.wait(30)
-        read(self, *arguments)
-
-    monkeypatch.setattr(PrefixStore, "read", read_late)
+    fill(tmp_path)
+    engine = engine_of(prefill=READ_SLOWLY, token_s=100.0, **on_disk(tmp_path))
+    gate = hold_reads(monkeypatch, [])
     engine.submit(GenerationRequest(PROMPTS["b"], greedy(NEW_TOKENS), request_id="b"))
     engine.step()
     assert engine.step() == []  # nothing to do but wait, and a step does not wait for long
@@ -412,16 +359,13 @@ def test_a_request_that_waits_for_its_pages_does_not_delay_others(tmp_path, monk
     assert done == {"other"}
 
     gate.set()
-    while engine.has_work:
-        engine.step()
-        engine.check()
+    answer(engine, {})
     assert len(restored(engine)) == 1
-    engine.close()
 
 
 @pytest.mark.parametrize("when", [2, 3, 5])
 def test_cancellation_during_a_load_frees_all_pages(when, tmp_path, monkeypatch):
-    fill("qwen3", tmp_path)
+    fill(tmp_path)
     read, moves = PrefixStore.read, random.Random(when)
 
     def read_late(self, *arguments):
@@ -429,13 +373,11 @@ def test_cancellation_during_a_load_frees_all_pages(when, tmp_path, monkeypatch)
         read(self, *arguments)
 
     monkeypatch.setattr(PrefixStore, "read", read_late)
-    engine = engine_of("qwen3", **on_disk(tmp_path))
+    engine = engine_of(**on_disk(tmp_path))
     logits, _ = answer(engine, cancel=[("b", when), ("a", when + 1)])
 
-    others = {name: plain("qwen3")[name] for name in "cd"}
-    assert largest_difference({name: logits[name] for name in "cd"}, others) <= 1e-4
+    check_logits(logits, only="cd")
     assert engine.stats().tier.loading_bytes == 0
-    engine.close()
 
 
 @pytest.mark.slow
@@ -443,7 +385,7 @@ def test_cancellation_during_a_load_frees_all_pages(when, tmp_path, monkeypatch)
 @pytest.mark.parametrize("name", ["llama_mha", "qwen3", "gemma2"])
 def test_random_delays_and_damage_change_no_logits(name, seed, tmp_path, monkeypatch):
     rng = random.Random(seed)
-    fill(name, tmp_path, memory=rng.choice([200 << 10, 4 * MIB]))
+    fill(tmp_path, name, memory=rng.choice([200 << 10, 4 * MIB]))
     read = FileTier.read
 
     def read_as_it_likes(self, key, into, first=0):
@@ -459,63 +401,53 @@ def test_random_delays_and_damage_change_no_logits(name, seed, tmp_path, monkeyp
     monkeypatch.setattr(FileTier, "read", read_as_it_likes)
     for _ in range(2):
         logits, _ = answer(engine)
-        assert largest_difference(logits, plain(name)) <= 1e-4
-    engine.close()
+        check_logits(logits, name)
 
 
 # ---- what cannot be ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
+    ("options", "says"),
     [
-        ({"disk_memory": "8MiB"}, ConfigError, "--disk-kv-path FOLDER too"),
-        ({"disk_path": "x"}, ConfigError, "--disk-kv-memory SIZE too"),
-        ({"cpu_memory": "900TiB"}, ConfigError, "lower --cpu-kv-memory"),
-        ({"remote": "nowhere"}, ConfigError, "redis://HOST:PORT"),
-        (
-            {"remote": "redis://127.0.0.1:1", "require_tiers": True},
-            ConfigError,
-            "start without --require-tiers",
-        ),
-        ({"require_tiers": True}, ConfigError, "--require-tiers has no effect without a tier"),
-        ({"remote": "file:///x"}, ConfigError, "give --remote-kv-memory SIZE too"),
-        ({"remote_memory": "8MiB"}, ConfigError, "--remote-kv-memory has no effect alone"),
-        ({"kv_write": "through"}, ConfigError, "--kv-write through has no effect without a tier"),
-        ({"kv_load": "whole"}, ConfigError, "--kv-load whole has no effect without a tier"),
-        (
-            {"remote": "redis://a", "enable_prefix_caching": False},
-            ConfigError,
-            "--no-enable-prefix-caching",
-        ),
-        ({"disk_memory": "9B", "disk_path": "x"}, ConfigError, "65,536 B or more"),
-        ({"disk_memory": "900TiB", "disk_path": "x"}, ConfigError, "lower --disk-kv-memory"),
+        ({"disk_memory": "8MiB"}, "--disk-kv-path FOLDER too"),
+        ({"disk_path": "x"}, "--disk-kv-memory SIZE too"),
+        ({"cpu_memory": "900TiB"}, "lower --cpu-kv-memory"),
+        ({"remote": "nowhere"}, "redis://HOST:PORT"),
+        ({"remote": "redis://127.0.0.1:1", "require_tiers": True}, "start without --require-tiers"),
+        ({"require_tiers": True}, "--require-tiers has no effect without a tier"),
+        ({"remote": "file:///x"}, "give --remote-kv-memory SIZE too"),
+        ({"remote_memory": "8MiB"}, "--remote-kv-memory has no effect alone"),
+        ({"kv_write": "through"}, "--kv-write through has no effect without a tier"),
+        ({"kv_load": "whole"}, "--kv-load whole has no effect without a tier"),
+        ({"remote": "redis://a", "enable_prefix_caching": False}, "--no-enable-prefix-caching"),
+        ({"disk_memory": "9B", "disk_path": "x"}, "65,536 B or more"),
+        ({"disk_memory": "900TiB", "disk_path": "x"}, "lower --disk-kv-memory"),
     ],
 )
-def test_invalid_options_are_rejected_at_start(options, error, says, tmp_path, monkeypatch):
+def test_invalid_options_are_rejected_at_start(options, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(error, match=says):
-        engine_of("qwen3", **options)
+    with pytest.raises(ConfigError, match=says):
+        engine_of(**options)
 
 
 def test_two_engines_share_a_folder(tmp_path):
-    first = engine_of("qwen3", **on_disk(tmp_path))
-    second = engine_of("qwen3", prefill=READ_SLOWLY, remote=f"file://{tmp_path}/kv", **SHARED)
+    first = engine_of(**on_disk(tmp_path))
+    second = engine_of(prefill=READ_SLOWLY, remote=f"file://{tmp_path}/kv", remote_memory=32 * MIB)
     answer(first)
     first.close()
 
     logits, _ = answer(second)
 
     assert {event.request_id for event in restored(second)} >= {"a", "b"}
-    assert largest_difference(logits, plain("qwen3")) <= 1e-4
-    second.close()
+    check_logits(logits)
 
 
 def test_an_engine_that_fails_to_start_releases_its_folder(tmp_path):
     """The folder is taken before the tenants of the scheduler are checked."""
     threads = threading.active_count()
     with pytest.raises(ConfigError, match="lower guaranteed="):
-        engine_of("qwen3", schedule={"tenants": "a:guaranteed=1GiB"}, **on_disk(tmp_path))
+        engine_of(schedule={"tenants": "a:guaranteed=1GiB"}, **on_disk(tmp_path))
     assert threading.active_count() == threads
     secret = tmp_path / "kv" / "secret"
     secret.unlink()
@@ -524,11 +456,11 @@ def test_an_engine_that_fails_to_start_releases_its_folder(tmp_path):
     lock.unlink()
     lock.mkdir()
     with pytest.raises(ConfigError, match=r"Is a directory.*without --require-tiers"):
-        engine_of("qwen3", **on_disk(tmp_path, require_tiers=True))
+        engine_of(**on_disk(tmp_path, require_tiers=True))
     assert threading.active_count() == threads
     lock.rmdir()
 
-    engine_of("qwen3", **on_disk(tmp_path, require_tiers=True)).close()
+    engine_of(**on_disk(tmp_path, require_tiers=True)).close()
     assert secret.is_file()
 
 
@@ -546,7 +478,8 @@ def test_an_engine_that_fails_to_start_releases_its_folder(tmp_path):
 def test_an_unusable_folder_at_the_start_is_warned_about_or_refused(
     tmp_path, damage, reason, caplog
 ):
-    kept = {} if damage == "a file" else fill("qwen3", tmp_path)
+    if damage != "a file":
+        fill(tmp_path)
     if damage == "a file":
         (tmp_path / "kv").write_text("a file")
     elif damage == "an earlier format":
@@ -556,24 +489,24 @@ def test_an_unusable_folder_at_the_start_is_warned_about_or_refused(
         file_damage.damage_folder(tmp_path / "kv", damage)
     before = sorted(tmp_path.rglob("*.kv"))
 
-    engine = engine_of("qwen3", **on_disk(tmp_path))
+    engine = engine_of(**on_disk(tmp_path))
     logits, _ = answer(engine)
     engine.close()
 
     [level] = engine.stats().tier.levels
-    assert largest_difference(logits, plain("qwen3")) <= 1e-4
+    check_logits(logits)
     assert level.num_outages == 1
     assert caplog.text.count("is not used for now") == len(caplog.records) == 1
     assert sorted(tmp_path.rglob("*.kv")) == before  # nothing of another program is deleted
-    assert bool(kept) == bool(before)
+    assert bool(before) == (damage != "a file")
     with pytest.raises(ConfigError, match=f"({reason}).*without --require-tiers"):
-        engine_of("qwen3", **on_disk(tmp_path, require_tiers=True))
+        engine_of(**on_disk(tmp_path, require_tiers=True))
 
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("filled")
-    fill("qwen3", folder)
+    fill(folder)
     return folder / "kv"
 
 
@@ -597,14 +530,14 @@ def test_an_engine_with_a_damaged_folder_computes_the_same_and_loads_what_is_who
     (entry, *others) = dict(file_damage.rows(filled))
     assert others
     options = on_disk(tmp_path, kv_write="through")
-    engine = engine_of("qwen3", prefill=READ_SLOWLY, **options) if at == "runtime" else None
+    engine = engine_of(prefill=READ_SLOWLY, **options) if at == "runtime" else None
     file_damage.damage_folder(tmp_path / "kv", damage, entry)
 
-    engine = engine or engine_of("qwen3", prefill=READ_SLOWLY, **options)
+    engine = engine or engine_of(prefill=READ_SLOWLY, **options)
     logits, _ = answer(engine)
 
     [level] = engine.stats().tier.levels
-    assert largest_difference(logits, plain("qwen3")) <= 1e-4
+    check_logits(logits)
     if at == "runtime":
         engine.close()
         assert "a KV transfer to or from a tier failed" not in caplog.text
@@ -613,17 +546,213 @@ def test_an_engine_with_a_damaged_folder_computes_the_same_and_loads_what_is_who
     assert level.found_blocks
     assert not level.num_outages, caplog.text
     assert bool(level.num_damaged) == bool(caplog.records)
-    engine.close()
 
 
 def test_prefixes_of_an_engine_that_was_not_closed_are_found(tmp_path):
-    engine = engine_of("qwen3", **on_disk(tmp_path))
+    engine = engine_of(**on_disk(tmp_path))
     answer(engine)
     assert isinstance(engine.prefix_loader, PrefixLoader)
     closing = engine._closing
+    OPEN.clear()
     del engine
     closing()  # as the process does at its end
 
-    engine = engine_of("qwen3", **on_disk(tmp_path))
+    engine = engine_of(**on_disk(tmp_path))
     assert engine.stats().tier.found_blocks
+
+
+# ---- the hierarchy -------------------------------------------------------------------------------
+
+SMALL = {"memory": 160 << 10}  # holds the prefixes of one or two prompts
+FIRST_SECOND = B | {"b2": [*PROMPTS["b"], 9, 9, 1]}
+
+
+def levels(engine):
+    return {level.name: level for level in engine.stats().tier.levels}
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_prefixes_evicted_from_kv_memory_are_loaded_from_cpu_memory_which_spills(disk, tmp_path):
+    """The smaller CPU memory holds a part of one prompt."""
+    options = {"cpu_memory": 16 << 10, **on_disk(tmp_path)} if disk else {"cpu_memory": 8 * MIB}
+    engine = engine_of(prefill=READ_SLOWLY, **options, **SMALL)
+    for _ in range(3):
+        logits, _ = answer(engine)
+        drain(engine)
+
+    check_logits(logits)
+    assert restored(engine)
+    found = levels(engine)
+    assert 0 < found["cpu"].stored_bytes <= options["cpu_memory"]
+    assert bool(found["cpu"].spilled_bytes) == disk
+    assert not disk or found["disk"].stored_blocks
+
+
+def test_prefixes_loaded_from_the_disk_are_promoted_to_cpu_memory(tmp_path, monkeypatch):
+    fill(tmp_path)
+    engine = engine_of(prefill=READ_SLOWLY, cpu_memory=8 * MIB, **on_disk(tmp_path))
+    answer(engine, B)
+    drain(engine)
+    assert engine.stats().tier.promoted_blocks == levels(engine)["cpu"].stored_blocks == 148 // 4
+
+    engine.scheduler.sequence_memory.drop_cached()
+    monkeypatch.setattr(FileTier, "read", None)  # no read of the disk
+    logits, _ = answer(engine, B)
+
+    assert loaded_tokens(engine) == [148, 148]
+    check_logits(logits, only="b")
+
+
+def test_closing_writes_cpu_memory_to_the_disk(tmp_path):
+    options = {"cpu_memory": 8 * MIB, **on_disk(tmp_path)}
+    engine = engine_of(**options)
+    answer(engine)
     engine.close()
+    assert levels(engine)["disk"].stored_blocks == levels(engine)["cpu"].stored_blocks
+
+    engine = engine_of(prefill=READ_SLOWLY, **options)
+    check_logits(answer(engine)[0])
+
+    assert levels(engine)["disk"].found_blocks
+    assert not levels(engine)["cpu"].found_blocks
+    assert restored(engine)
+
+
+def test_a_damaged_disk_below_cpu_memory_changes_no_output(tmp_path):
+    fill(tmp_path)
+    for path in (tmp_path / "kv" / "entries").iterdir():
+        data = bytearray(path.read_bytes())
+        data[800::4096] = bytes(len(data[800::4096]))
+        path.write_bytes(data)
+    engine = engine_of(prefill=READ_SLOWLY, cpu_memory=16 << 10, **on_disk(tmp_path))
+
+    check_logits(answer(engine)[0])
+    assert engine.stats().tier.num_discarded
+
+
+# ---- statistics ----------------------------------------------------------------------------------
+
+WITH_STATISTICS = [
+    "h2o:cap=152,every=8,when=decode",
+    "snapkv:window=8,cap=120,every=8,when=prefill_end",
+    "kvcrush:base=h2o,cap=100,every=8,when=prefill_end",
+    "roco:cap=152,every=4,when=decode",
+    "expected_attention:cap=100,when=prefill_end",
+    "tova:cap=120,when=prefill_end",
+    "kvzip:cap=100,chunk=64",
+    "kvzip:cap=100,chunk=64,budget=squeeze",
+]
+
+
+def answers(engine, prompts):
+    """Logits, and the retained sets after each eviction, by request."""
+    logits, _ = answer(engine, prompts, record_evictions=True)
+    return logits, {name: [repr(e) for e in engine.eviction_trace(name)] for name in prompts}
+
+
+@pytest.mark.parametrize("evict", WITH_STATISTICS)
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_rules_with_statistics_continue_exactly_after_a_load(evict, where, tmp_path):
+    """The same tokens are evicted as without a tier."""
+    options = {"evict": evict, "record_evictions": True}
+    expected = answers(engine_of(**options), B)
+    options |= on_disk(tmp_path) if where == "disk" else {"cpu_memory": 16 * MIB}
+    engine = engine_of(**options)
+    answer(engine, B)
+    if where == "disk":
+        engine.close()
+        engine = engine_of(prefill=READ_SLOWLY, **options)
+    else:
+        engine.scheduler.sequence_memory.drop_cached()
+        drain(engine)
+        engine.prefix_loader.costs = Rates(READ_SLOWLY)
+    logits, traces = answers(engine, B)
+
+    assert loaded_tokens(engine) == [148]
+    assert largest_difference(logits, expected[0]) <= 1e-4
+    assert traces == expected[1]
+    assert any(traces.values())
+
+
+@pytest.mark.parametrize("codec", ["int8+sinks=2+residual=6", "int4_page/int8"])
+def test_codecs_with_tokens_outside_of_their_pages_are_loaded_with_these(codec, tmp_path):
+    expected = answer(engine_of(codec=codec))[0]
+    fill(tmp_path, codec=codec)
+    engine = engine_of(prefill=READ_SLOWLY, codec=codec, **on_disk(tmp_path))
+
+    assert largest_difference(answer(engine)[0], expected) <= 1e-4
+    assert restored(engine)
+
+
+@pytest.mark.parametrize(
+    ("rule", "loads"), [("h2o:cap=152,every=8,when=decode", 0), ("kvzip:cap=50%,chunk=64", 1)]
+)
+def test_a_request_without_stored_statistics_recomputes_its_prompt(rule, loads, tmp_path):
+    """Except if a scoring pass writes all of them."""
+    fill(tmp_path, evict_allow="all")  # no statistics were recorded
+    engine = engine_of(prefill=READ_SLOWLY, evict_allow="all", **on_disk(tmp_path))
+    answer(engine, B, evict=rule)
+    assert len(restored(engine)) == loads
+    answer(engine, {"full": PROMPTS["b"]}, evict="full")
+
+
+# ---- one load of two requests --------------------------------------------------------------------
+
+
+def load_together(engine, prompts, monkeypatch, **options):
+    """Hold the reads until the first step has ended; logits, usages and the keys that were read."""
+    keys = []
+    gate, steps = hold_reads(monkeypatch, keys), itertools.count()
+
+    def open_late(_):
+        if next(steps) >= options.get("after", 1):
+            gate.set()
+
+    cancel = options.get("cancel", ())
+    return *answer(engine, prompts, before_step=open_late, cancel=cancel), keys
+
+
+@pytest.mark.parametrize(
+    "evict", ["full", "h2o:cap=152,every=8,when=decode", "kvzip:cap=152,chunk=64"]
+)
+def test_two_requests_of_a_prefix_share_one_load(evict, tmp_path, monkeypatch):
+    expected = answer(engine_of(evict=evict), FIRST_SECOND)[0]
+    fill(tmp_path, evict=evict)
+    engine = engine_of(prefill=READ_SLOWLY, evict=evict, **on_disk(tmp_path))
+    logits, usages, keys = load_together(engine, FIRST_SECOND, monkeypatch)
+
+    assert engine.stats().tier.num_joined == 1
+    assert len(restored(engine)) == 1
+    snapshots = 1 if evict.startswith("h2o") else 0
+    assert len(keys) == len(set(keys)) + snapshots
+    assert usages["b2"].cached_tokens >= 144
+    assert largest_difference(logits, expected) <= 1e-4
+
+
+@pytest.mark.parametrize("when", [2, 3, 4])
+def test_a_request_continues_if_the_one_that_loads_its_prefix_is_cancelled(
+    when, tmp_path, monkeypatch
+):
+    expected = answer(engine_of(), FIRST_SECOND)[0]
+    fill(tmp_path)
+    engine = engine_of(prefill=READ_SLOWLY, **on_disk(tmp_path))
+    options = {"cancel": [("b", when + 1)], "after": when}
+    logits, _, _ = load_together(engine, FIRST_SECOND, monkeypatch, **options)
+
+    assert engine.stats().tier.num_joined == 1
+    assert engine.stats().tier.loading_bytes == 0
+    assert largest_difference({"b2": logits["b2"]}, {"b2": expected["b2"]}) <= 1e-4
+
+
+def test_a_request_that_joins_a_load_also_loads_what_follows(tmp_path, monkeypatch):
+    long = {"long": [*PROMPTS["b"], *range(3, 60)]}
+    expected = answer(engine_of(), B | long)[0]
+    engine = engine_of(**on_disk(tmp_path))
+    answer(engine, long)
+    engine.close()
+    engine = engine_of(prefill=READ_SLOWLY, **on_disk(tmp_path))
+    logits, usages, _ = load_together(engine, B | long, monkeypatch)
+
+    assert engine.stats().tier.num_joined == 1
+    assert usages["long"].cached_tokens == 204
+    assert largest_difference(logits, expected) <= 1e-4

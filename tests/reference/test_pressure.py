@@ -1,11 +1,16 @@
-"""Logits under memory pressure equal those of each request alone, for every preemption mode."""
+"""Logits under memory pressure equal those of each request alone, for every preemption mode.
 
+Also with failed copies and steps, full swap space and cancellation; all pages are freed.
+"""
+
+import logging
+import random
 from functools import cache
 
 import pytest
 
 from quire.config.sampling_params import SamplingParams
-from quire.models.loader import LoadedModel
+from quire.models.adapter import TransformersDecoder
 from support.engines import load
 from support.pressure import Job, Watched, drive, engine_under, make_jobs, submit
 
@@ -35,9 +40,7 @@ QUICK = [
 ]
 
 
-@cache
-def model_of(architecture: str) -> LoadedModel:
-    return load(architecture)
+model_of = cache(load)
 
 
 def check_logits(
@@ -60,14 +63,11 @@ def check_logits(
     assert reasons == {"length", "abort"}
 
 
-@pytest.mark.parametrize(("architecture", "preempt", "room", "host_room"), QUICK)
-def test_logits_under_pressure_equal_those_of_each_request_alone(
-    architecture, preempt, room, host_room
-):
+@pytest.mark.parametrize("case", QUICK)
+def test_logits_under_pressure_equal_those_of_each_request_alone(case):
     """With forks, beams, tenants, priorities, cancellations; unused slots are poisoned."""
     # windows free memory: fewer requests of gemma3 are hardly ever preempted
-    num_jobs = 40 if architecture == "gemma3" else 24
-    check_logits(architecture, preempt, room, host_room, num_jobs)
+    check_logits(*case, num_jobs=40 if "gemma3" in case else 24)
 
 
 @pytest.mark.slow
@@ -91,3 +91,116 @@ def test_attention_to_a_poisoned_slot_is_detected():
         watched.engine.step()
 
     assert not watched.seen.worst_difference("llama") <= TOLERANCE  # or not a number
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+class Failing:
+    """Proxy of a component of the engine; every third call of a method raises.
+
+    A late failure: the call has had its effects.
+    """
+
+    def __init__(self, part, method, error):
+        self._part, self._method, self._error = part, method, error
+        self.num_calls = 0
+
+    def __getattr__(self, name):
+        found = getattr(self._part, name)
+
+        def call(*arguments, **options):
+            result = found(*arguments, **options)
+            self.num_calls += 1
+            if self.num_calls % 3 == 0:
+                raise self._error
+            return result
+
+        return call if name == self._method else found
+
+
+def pressed(architecture: str, host_room: float) -> Watched:
+    model = model_of(architecture)
+    return Watched(engine_under(model, 1.5, host_room=host_room, preempt="swap"))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "method"),
+    [
+        *(("llama", method) for method in ("save", "load", "wait")),
+        *(pytest.param("gemma3", m, marks=pytest.mark.slow) for m in ("save", "load", "wait")),
+    ],
+)
+def test_requests_with_failed_copies_are_recomputed(architecture, method, caplog):
+    caplog.set_level(logging.CRITICAL, "quire.scheduler.preemption")
+    watched = pressed(architecture, host_room=4.0)
+    pool = watched.engine.pool.host
+    pool.copies = failing = Failing(pool.copies, method, OSError("the link is gone"))
+
+    drive(watched, make_jobs(30, seed=4), seed=4)
+
+    assert failing.num_calls >= 3
+    assert watched.swapped_out > 2
+    assert watched.seen.worst_difference(architecture) <= TOLERANCE
+
+
+def test_full_swap_space_preempts_by_recompute():
+    watched = pressed("llama", host_room=0.25)
+
+    drive(watched, make_jobs(40, seed=3), seed=3)
+
+    assert {"swap", "recompute"} <= watched.ways
+    assert watched.seen.worst_difference("llama") <= TOLERANCE
+
+
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_failed_steps_are_rolled_back_and_recomputed(architecture, monkeypatch):
+    watched = pressed(architecture, host_room=2.0)
+    forward, step, num_calls = TransformersDecoder.forward, watched.step, 0
+
+    def fail_every_fifth_time(decoder, *arguments, **options):
+        nonlocal num_calls
+        num_calls += 1
+        logits = forward(decoder, *arguments, **options)
+        if num_calls % 5 == 0:
+            raise RuntimeError("a bug")  # a late failure: KV of all layers has been written
+        return logits
+
+    def step_again_after_failure():
+        try:
+            step()
+        except RuntimeError:
+            watched.check()
+
+    monkeypatch.setattr(TransformersDecoder, "forward", fail_every_fifth_time)
+    watched.step = step_again_after_failure
+    drive(watched, make_jobs(30, seed=4), seed=4)
+
+    assert num_calls // 5 > 5
+    assert watched.seen.worst_difference(architecture) <= TOLERANCE
+
+
+@pytest.mark.parametrize("host_room", [0.0, 4.0])
+def test_requests_cancelled_while_preempted_or_before_a_fork_free_everything(host_room):
+    engine = engine_under(
+        model_of("llama"), 1.2, host_room=host_room, preempt="swap" if host_room else "recompute"
+    )
+    watched, rng = Watched(engine), random.Random(5)
+    jobs = make_jobs(60, seed=5)
+    preempted = forked = 0
+    while jobs or engine.has_work:
+        for _ in range(2 if jobs else 0):
+            submit(engine, jobs.pop(), f"r{len(jobs)}")
+        watched.step()
+        for request in list(engine.requests()):
+            waits_for_fork = bool(request.group and request.group.forks)
+            is_preempted = bool(request.progress.num_preemptions and request.memory.row < 0)
+            if (waits_for_fork or is_preempted) and rng.random() < 0.2:
+                engine.cancel(request.request_id.split("#")[0], rng.choice([None, 0, 1]))
+                watched.check()
+                preempted, forked = preempted + is_preempted, forked + waits_for_fork
+
+    watched.assert_nothing_is_held()
+    assert preempted > 2
+    assert forked > 2
+    assert watched.seen.worst_difference("llama") <= TOLERANCE

@@ -6,21 +6,18 @@ tests of codecs.
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from quire.codecs.fp8 import Float8
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError, RequestError, UnsoundCombination
 from quire.policies.eviction import make_eviction
 from quire.policies.registry import registered
 from quire.scheduler.schedule_config import ScheduleConfig
-from reference.test_codec_conformance import Encoders, rule_of
-from reference.test_eviction import largest_difference
+from reference.test_codec_conformance import Encoders, disturbed, rule_of
 from reference.test_eviction_engine import Run, run
-from support.engines import greedy, load
+from support.engines import greedy, largest_difference, load
 from support.exact_products import use_exact_products
 from support.kv_options import kv_config
 
@@ -37,21 +34,17 @@ def _exact_products():
         yield
 
 
-def answer(rule: str = RULE, codec: str = CODEC, **options) -> Run:
+def answer(rule: str = RULE, codec: str = CODEC, *, prompts=PROMPTS, **options) -> Run:
     kv = {"codec": codec, "evict": rule, "evict_allow": "", "enable_prefix_caching": False}
     kv |= options.pop("kv", {})
-    jobs = {name: (prompt, rule) for name, prompt in PROMPTS.items()}
+    jobs = {name: (prompt, rule) for name, prompt in prompts.items()}
     return run(jobs, model="qwen3", kv=kv, **options)
 
 
 def promoted(done: Run) -> dict[str, list]:
     """For each request and eviction, the tokens of each lane that have a record."""
-    return {
-        name: [
-            [lane.tolist() for lane in sets.promoted] for sets in done.engine.eviction_trace(name)
-        ]
-        for name in PROMPTS
-    }
+    traces = {name: done.engine.eviction_trace(name) for name in done.usages}
+    return {n: [[p.tolist() for p in sets.promoted] for sets in traces[n]] for n in traces}
 
 
 def preempted() -> list:
@@ -60,18 +53,12 @@ def preempted() -> list:
     One rule of nine is fast, in one of the ways.
     """
     found = []
-    for granularity in ("token", "page"):
-        for policy in registered():
-            rule = rule_of(policy, granularity)
-            if rule is None:
-                continue
-            number = len(found) // 2
-            for turn, preempt in enumerate(("swap", "recompute")):
-                is_fast = number % 9 == 0 and number % 2 == turn
-                name, marks = f"{policy}-{granularity}-{preempt}", [pytest.mark.slow]
-                marks = [] if is_fast else marks
-                body = ("int2", "int2_page")[(number + turn) % 2]
-                found.append(pytest.param(rule, body, preempt, id=name, marks=marks))
+    rules = [(p, g, rule_of(p, g)) for g in ("token", "page") for p in registered()]
+    for number, (policy, granularity, rule) in enumerate(one for one in rules if one[2]):
+        for turn, preempt in enumerate(("swap", "recompute")):
+            marks = [pytest.mark.slow] * (number % 9 > 0 or number % 2 != turn)
+            body, name = ("int2", "int2_page")[(number + turn) % 2], f"{policy}-{granularity}"
+            found.append(pytest.param(rule, body, preempt, id=f"{name}-{preempt}", marks=marks))
     return found
 
 
@@ -79,17 +66,7 @@ def preempted() -> list:
 def test_a_preempted_request_promotes_the_same_tokens(rule, body, preempt):
     residual = make_eviction(rule).every
     codec = CODEC.replace(f"residual={EVERY}", f"residual={residual}").replace("int2", body)
-    expected = answer(rule, codec, max_num_seqs=1)
-
-    other = answer(
-        rule,
-        codec,
-        chunk_tokens=7,
-        max_num_batched_tokens=20,
-        host="4MiB" if preempt == "swap" else 0,
-        preempt=preempt,
-        preempts=1,
-    )
+    expected, other = answer(rule, codec, max_num_seqs=1), answer(rule, codec, **disturbed(preempt))
 
     assert all(usage.preemptions for usage in other.usages.values())
     assert other.traces() == expected.traces()
@@ -117,8 +94,8 @@ def test_tokens_are_promoted_once_and_never_demoted():
 
 def test_the_tokens_with_the_highest_scores_are_promoted(monkeypatch):
     """The scores of `keydiff` depend only on the current keys, so the test recomputes them."""
-    seen = []
-    policy = type(make_eviction(f"keydiff:cap=30,every={EVERY}").policy)
+    seen, rule, checked = [], f"keydiff:cap=30,every={EVERY}", 0
+    policy = type(make_eviction(rule).policy)
     score = policy.score
 
     def scoring(rule, view):
@@ -127,13 +104,8 @@ def test_the_tokens_with_the_highest_scores_are_promoted(monkeypatch):
         return found
 
     monkeypatch.setattr(policy, "score", scoring)
-    rule = f"keydiff:cap=30,every={EVERY}"
-    kv = {"codec": CODEC, "evict": rule, "evict_allow": "", "enable_prefix_caching": False}
-    done = run({"r": (PROMPTS["b"], rule)}, model="qwen3", kv=kv)
-
-    sets = done.engine.eviction_trace("r")
+    sets = answer(rule, prompts={"r": PROMPTS["b"]}).engine.eviction_trace("r")
     at = {one.num_computed: (number, one) for number, one in enumerate(sets)}
-    checked = 0
     for positions, num_computed, scores in seen:
         number, now = at[num_computed]
         for lane, (kept, promoted) in enumerate(zip(now.retained, now.promoted, strict=True)):
@@ -156,11 +128,8 @@ def test_a_promoted_token_is_encoded_once_more_from_full_precision(preempt, monk
 
     done = answer(host=host, preempt=preempt, preempts=2)
 
-    promoted = sum(
-        entry.promoted.num_slots
-        for name in PROMPTS
-        for entry in done.engine._traces._recorded[name]
-    )
+    recorded = done.engine._traces._recorded
+    promoted = sum(entry.promoted.num_slots for name in PROMPTS for entry in recorded[name])
     heads_of_lane = 2 * 2 // len(done.engine.eviction_trace("a")[0].retained)
     bodies = 2 * 2 * 2 * done.engine.stats().num_processed_tokens
     if preempt == "swap":
@@ -194,54 +163,32 @@ def test_records_are_counted_in_the_bytes_of_a_request():
     assert least <= group.page_class.page_bytes < least + 256
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"codec": CODEC}, "eviction is off; use --evict with a rule"),
-        (
-            {"codec": CODEC, "evict": "h2o:cap=30,every=9"},
-            "before the rule scores them.*; use residual=",
-        ),
-    ],
-)
-def test_promotion_without_a_timely_rule_is_rejected_at_start(options, reason):
-    with pytest.raises(UnsoundCombination, match=reason):
-        Engine(load("qwen3"), kv_config(memory="8MiB", **options), ScheduleConfig())
+def engine_of(**kv) -> Engine:
+    return Engine(load("qwen3"), kv_config(memory="8MiB", **kv), ScheduleConfig())
 
 
-def test_records_in_an_unavailable_codec_are_rejected_at_start(monkeypatch):
-    monkeypatch.setattr(Float8, "why_not", classmethod(lambda cls, device: "no such type"))
-    codec = CODEC.replace("int8", "int8/fp8")
-
-    with pytest.raises(ConfigError, match="cannot run on cpu: no such type; use int8"):
-        Engine(load("qwen3"), KVConfig(memory="8MiB", codec=codec, evict=RULE), ScheduleConfig())
-
-
-def test_a_request_whose_rule_scores_tokens_too_late_is_rejected():
-    config = KVConfig(memory="8MiB", codec=CODEC, evict=RULE)
-    engine = Engine(load("qwen3"), config, ScheduleConfig())
-
+def test_promotion_without_a_timely_rule_is_rejected(monkeypatch):
+    with pytest.raises(UnsoundCombination, match="eviction is off; use --evict with a rule"):
+        engine_of(codec=CODEC)
+    late = f"h2o:cap=30,every={EVERY + 1}"
+    with pytest.raises(UnsoundCombination, match=r"before the rule scores them.*; use residual="):
+        engine_of(codec=CODEC, evict=late)
+    request = GenerationRequest(PROMPTS["a"], greedy(2), evict=late.replace("30", "40"))
     with pytest.raises(RequestError, match=r"every=.*, or a smaller every"):
-        engine.submit(
-            GenerationRequest(PROMPTS["a"], greedy(2), evict=f"h2o:cap=40,every={EVERY + 1}")
-        )
+        engine_of(codec=CODEC, evict=RULE).submit(request)
+    monkeypatch.setattr(Float8, "why_not", classmethod(lambda cls, device: "no such type"))
+    with pytest.raises(ConfigError, match="cannot run on cpu: no such type; use int8"):
+        engine_of(codec=CODEC.replace("int8", "int8/fp8"), evict=RULE)
 
 
 def test_a_shared_prefix_has_no_promoted_records():
     """Later requests share pages of codes and promote tokens independently."""
-    kv = {"enable_prefix_caching": True}
-    prompt = PROMPTS["b"][:24]
-    jobs = {f"r{i}": (prompt + [9 + i] * 20, RULE) for i in range(3)}
-    config = {"codec": CODEC, "evict": RULE, "evict_allow": ""}
-
-    shared = run(jobs, model="qwen3", kv=config | kv, max_num_seqs=1)
-    alone = run(jobs, model="qwen3", kv=config, max_num_seqs=1)
+    prompts = {f"r{i}": PROMPTS["b"][:24] + [9 + i] * 20 for i in range(3)}
+    shared, alone = (
+        answer(prompts=prompts, kv={"enable_prefix_caching": caching}, max_num_seqs=1)
+        for caching in (True, False)
+    )
 
     assert shared.traces() == alone.traces()
     assert largest_difference(shared.logits, alone.logits) <= 1e-4
-    for name in jobs:
-        for one, other in zip(
-            shared.engine.eviction_trace(name), alone.engine.eviction_trace(name), strict=True
-        ):
-            pairs = zip(one.promoted, other.promoted, strict=True)
-            assert all(np.array_equal(*pair) for pair in pairs)
+    assert promoted(shared) == promoted(alone)

@@ -17,10 +17,9 @@ from quire.models.loader import LoadedModel
 from quire.policies.kvzip import KVzip
 from quire.scheduler.peaks import Need
 from quire.scheduler.step import StepSize
-from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import NEW_TOKENS, run
 from support import zoo
-from support.engines import greedy, load
+from support.engines import answer, greedy, largest_difference, load
 from support.kv_options import kv_config
 
 CAP, CHUNK, SINKS = 24, 32, 4
@@ -33,47 +32,35 @@ PROMPTS = {
 TOLERANCE = 1e-4
 
 
-def chunks_of(prompt: list[int], chunk: int = CHUNK) -> list[list[int]]:
-    """The model has no tokenizer: no texts, but the last 8 tokens of the chunk before."""
-    first = range(0, len(prompt), chunk)
-    return [prompt[max(0, i - 8) if i else 0 : i + chunk] for i in first]
-
-
 def kv_heads(model) -> int:
     """GPT-2 has no groups."""
     return getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
 
 
-def weights_of(model, ids: list[int], cache: DynamicCache) -> tuple[Tensor, ...]:
-    """Attention weights [heads, queries, keys] of each layer; the cache grows by the tokens."""
-    first = cache.get_seq_length()
-    positions = torch.arange(first, first + len(ids))[None]
-    found = model(
-        torch.tensor([ids]),
-        past_key_values=cache,
-        position_ids=positions,
-        output_attentions=True,
-        use_cache=True,
-    )
-    return tuple(layer[0].float() for layer in found.attentions)
-
-
 @torch.inference_mode()
 def scores_of(architecture: str, prompt: list[int]) -> Tensor:
-    """Scores [layers, KV heads, tokens] of a prompt."""
+    """Scores [layers, KV heads, tokens] of a prompt.
+
+    The model has no tokenizer: no texts, but the last 8 tokens of the chunk before.
+    """
+    model, cache, best = eager(architecture), DynamicCache(), torch.tensor(0.0)
+    model(torch.tensor([prompt]), past_key_values=cache, use_cache=True)
+    for i in range(0, len(prompt), CHUNK):
+        ids = prompt[max(0, i - 8) if i else 0 : i + CHUNK]
+        positions = torch.arange(len(prompt), len(prompt) + len(ids))[None]
+        options = {"position_ids": positions, "output_attentions": True, "use_cache": True}
+        attentions = model(torch.tensor([ids]), past_key_values=cache, **options).attentions
+        weights = torch.stack([layer[0].float() for layer in attentions])[..., : len(prompt)]
+        found = weights.unflatten(1, (kv_heads(model), -1)).amax(dim=(2, 3))
+        best = torch.maximum(best, found)
+        cache.crop(-len(ids))
+    return best
+
+
+def eager(architecture: str):
     model = zoo.build(architecture)
     model.set_attn_implementation("eager")
-    cache = DynamicCache()
-    model(torch.tensor([prompt]), past_key_values=cache, use_cache=True)
-    tokens, best = len(prompt), None
-    for ids in chunks_of(prompt):
-        weights = torch.stack(weights_of(model, ids, cache))[..., :tokens]
-        by_group = weights.unflatten(1, (kv_heads(model), -1))
-        found = by_group.amax(dim=(2, 3))
-        best = found if best is None else torch.maximum(best, found)
-        cache.crop(-len(ids))
-    assert best is not None
-    return best
+    return model
 
 
 def kept(scores: Tensor, cap: int) -> list[list[int]]:
@@ -88,9 +75,7 @@ def kept(scores: Tensor, cap: int) -> list[list[int]]:
 @torch.inference_mode()
 def outputs_of(architecture: str, prompt: list[int], retained: list[list[int]]) -> list[Tensor]:
     """Logits of a greedy continuation with the retained tokens of each lane."""
-    model = zoo.build(architecture)
-    model.set_attn_implementation("eager")
-    cache = DynamicCache()
+    model, cache = eager(architecture), DynamicCache()
     logits = [model(torch.tensor([prompt]), past_key_values=cache, use_cache=True).logits[0, -1]]
     heads = kv_heads(model)
     for layer, states in enumerate(cache.layers):
@@ -120,7 +105,15 @@ def engine_of(model: LoadedModel, evict: str = RULE, **kv: object) -> Engine:
     return Engine(model, config, ScheduleConfig())
 
 
-@pytest.mark.parametrize("by_layer", [True, False], ids=["by layer", "by chunk"])
+@pytest.fixture(params=[True, False], ids=["by layer", "by chunk"])
+def by_layer(request, monkeypatch):
+    """Whether prompts are computed layer by layer."""
+    if not request.param:
+        decoder = "quire.models.adapter.TransformersDecoder"
+        monkeypatch.setattr(f"{decoder}.prepare_by_layer", lambda self: "for the test")
+    return request.param
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_scores_retained_tokens_and_outputs_are_those_of_transformers(
     architecture, by_layer, monkeypatch
@@ -134,12 +127,9 @@ def test_scores_retained_tokens_and_outputs_are_those_of_transformers(
 
     monkeypatch.setattr(KVzip, "score", score)
     model = load(architecture)
-    if not by_layer:
-        monkeypatch.setattr(type(model.decoder), "prepare_by_layer", lambda self: "for the test")
     engine = engine_of(model)
-    assert engine.scheduler.peaks.is_by_layer(Need(90, eviction=engine.pool.eviction.spec)) == (
-        by_layer
-    )
+    need = Need(90, eviction=engine.pool.eviction.spec)
+    assert engine.scheduler.peaks.is_by_layer(need) == by_layer
     found = run(jobs(), engine=engine)
 
     assert found.usages["within the cap"].evicted_tokens == 0
@@ -187,13 +177,10 @@ def test_retained_tokens_do_not_depend_on_steps_preemption_and_cached_prefixes(b
     assert largest_difference(found.logits, alone.logits) <= TOLERANCE
 
 
-@pytest.mark.parametrize("by_layer", [True, False], ids=["by layer", "by chunk"])
 @pytest.mark.parametrize("first", ["full", RULE, "h2o:cap=80,when=prefill_end"])
-def test_prefixes_are_shared_with_requests_without_statistics(first, by_layer, monkeypatch):
+def test_prefixes_are_shared_with_requests_without_statistics(first, by_layer):
     """The pass writes all its numbers, so that none are kept with a prefix."""
     model, prompt = load("llama"), PROMPTS["long"]
-    if not by_layer:
-        monkeypatch.setattr(type(model.decoder), "prepare_by_layer", lambda self: "for the test")
     alone = run({"again": (prompt, RULE)}, kv={"evict_allow": f"kvzip:chunk={CHUNK}"})
     engine = engine_of(model, enable_prefix_caching=True, evict_allow="all")
     run({"first": (prompt, first)}, engine=engine)
@@ -231,11 +218,8 @@ def test_windows_shared_layers_latents_and_codecs_are_scored(model, codec):
     assert largest_difference(found.logits, alone.logits) <= tolerance
 
 
-@pytest.mark.parametrize("by_layer", [True, False], ids=["by layer", "by chunk"])
-def test_a_memory_of_the_counted_peak_is_enough_and_less_is_refused(by_layer, monkeypatch):
+def test_a_memory_of_the_counted_peak_is_enough_and_less_is_refused(by_layer):
     model = load("llama")
-    if not by_layer:
-        monkeypatch.setattr(type(model.decoder), "prepare_by_layer", lambda self: "for the test")
     request = GenerationRequest(PROMPTS["long"], greedy(NEW_TOKENS))
     roomy = engine_of(model)
     spec = roomy.pool.eviction.spec
@@ -249,18 +233,6 @@ def test_a_memory_of_the_counted_peak_is_enough_and_less_is_refused(by_layer, mo
         engine_of(model, memory=needed_bytes - 4096).submit(request)
 
 
-def outputs(engine: Engine, *requests: GenerationRequest) -> dict[tuple[str, int], list[int]]:
-    for request in requests:
-        engine.submit(request)
-    found: dict[tuple[str, int], list[int]] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            assert delta.error is None
-            found.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
-        engine.check()
-    return found
-
-
 def sampled(request_id: str, **options: object) -> GenerationRequest:
     params = SamplingParams(max_tokens=6, ignore_eos=True, **options)
     return GenerationRequest(PROMPTS["long"], params, request_id=request_id)
@@ -268,45 +240,39 @@ def sampled(request_id: str, **options: object) -> GenerationRequest:
 
 @pytest.mark.parametrize("evict", [RULE, f"{RULE},budget=squeeze"])
 def test_several_outputs_share_one_scored_prompt(evict):
-    model = load("llama")
-    together = outputs(engine_of(model, evict), sampled("r", n=3, seed=5, temperature=0.8))
+    model, three = load("llama"), sampled("r", n=3, seed=5, temperature=0.8)
     alone = [sampled(str(i), seed=5 + i, temperature=0.8) for i in range(3)]
-    expected = outputs(engine_of(model, evict), *alone)
+    beams = sampled("b", n=3, use_beam_search=True, temperature=0)
+    together, expected, searched = (
+        answer(engine_of(model, evict), requests).tokens for requests in ([three], alone, [beams])
+    )
 
     assert [together["r", i] for i in range(3)] == [expected[str(i), 0] for i in range(3)]
-    beams = outputs(engine_of(model, evict), sampled("b", n=3, use_beam_search=True, temperature=0))
-    assert len(beams) == 3
+    assert len(searched) == 3
 
 
 def test_prompt_log_probabilities_are_those_without_the_pass():
-    model, found = load("llama"), []
+    model, requests = load("llama"), [sampled("r", prompt_logprobs=1, temperature=0)]
+    found = []
     for evict in (RULE, "full"):
-        engine, numbers = engine_of(model, evict), []
-        engine.submit(sampled("r", prompt_logprobs=1, temperature=0))
-        while engine.has_work:
-            for delta in engine.step():
-                numbers += delta.prompt_logprobs or []
-        found.append(numbers)
+        deltas = answer(engine_of(model, evict), requests).deltas
+        found.append([score for delta in deltas for score in delta.prompt_logprobs or []])
     assert len(found[0]) == len(PROMPTS["long"])
     assert found[0] == found[1]
 
 
-REFUSED = {
-    "recurrent states": ("qwen3_next", {}, "recurrent states or chunks of attention"),
-    "chunks": ("llama4", {}, "recurrent states or chunks of attention"),
-    "residual window": ("llama", {"codec": "int8+residual=16"}, "newest tokens in full precision"),
-    "offload": ("llama", {"offload_memory": "1MiB"}, "leave out --kv-offload-memory"),
-}
+REFUSED = [
+    ("qwen3_next", {}, "recurrent states or chunks of attention"),
+    ("llama4", {}, "recurrent states or chunks of attention"),
+    ("llama", {"codec": "int8+residual=16"}, "newest tokens in full precision"),
+    ("llama", {"offload_memory": "1MiB"}, "leave out --kv-offload-memory"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_remove_tokens_again_is_refused(name):
-    architecture, kv, says = REFUSED[name]
-    with pytest.raises(UnsoundCombination, match=says):
-        engine_of(load(architecture), **kv)
-
-
-def test_a_cache_in_transformers_is_refused():
+def test_what_cannot_remove_tokens_again_is_refused():
+    for architecture, kv, says in REFUSED:
+        with pytest.raises(UnsoundCombination, match=says):
+            engine_of(load(architecture), **kv)
     with pytest.raises(UnsoundCombination, match=r"a cache in Transformers cannot; use LLM"):
         QuireCache(zoo.build("llama"), policy=RULE, when="prefill_end")
 
@@ -334,7 +300,7 @@ def test_a_chunk_is_what_the_context_has_left(monkeypatch):
         requests.append(request := engine.requests()[-1])
         assert {len(ids) for ids in request.spec.scoring_token_ids[1:-1]} == {chunk + 8}
         assert request.eviction.spec.scoring.chunk_tokens == chunk
-    found = outputs(engine)
+    found = answer(engine).tokens
     passes = (sum(map(len, request.spec.scoring_token_ids)) for request in requests)
     computed = sum(len(request.prompt_token_ids) + 3 for request in requests)
     assert engine.num_processed_tokens == sum(learned) == computed + sum(passes)
@@ -356,9 +322,8 @@ def test_a_refused_request_adds_no_statistics_and_passes_of_other_chunks_share_t
         engine = engine_of(replace(model, tokenizer=tokenizer), "full", evict_allow="all")
         before = len(engine.pool.kv.memory.layout.groups)
         for chunk in (2048, 16, 64):
-            request = GenerationRequest(
-                [5] * 90, greedy(4), evict=f"kvzip:cap=50%,heads=mean,chunk={chunk}"
-            )
+            rule = f"kvzip:cap=50%,heads=mean,chunk={chunk}"
+            request = GenerationRequest([5] * 90, greedy(4), evict=rule)
             if tokenizer is None:
                 engine.submit(request)
             else:
@@ -373,27 +338,20 @@ def test_a_refused_request_adds_no_statistics_and_passes_of_other_chunks_share_t
 
 
 def test_a_chat_model_repeats_the_prompt_after_the_text():
+    kv = KVConfig(memory="8MiB", evict="kvzip:cap=50%,chunk=16")
     try:
-        llm = LLM(
-            SMOLLM2, dtype="float32", kv=KVConfig(memory="8MiB", evict="kvzip:cap=50%,chunk=16")
-        )
+        llm = LLM(SMOLLM2, dtype="float32", kv=kv)
     except ModelError as error:
         pytest.skip(str(error))
     tokenizer = llm.engine.model.tokenizer
     prompt = tokenizer.encode("The key of the blue door is 4711, and that of the red one is 1234.")
     llm.engine.submit(GenerationRequest(prompt, greedy(2), request_id="r"))
     [request] = llm.engine.requests()
-    first, second = request.spec.scoring_token_ids[:2]
+    first, second = map(tokenizer.decode, request.spec.scoring_token_ids[:2])
+    begin, ends, chunk = (tokenizer.decode(prompt[i:j]) for i, j in ((0, 16), (8, 16), (16, 32)))
 
-    assert tokenizer.decode(first) == "\n\nRepeat the previous context:" + tokenizer.decode(
-        prompt[:16]
-    )
-    assert tokenizer.decode(second) == (
-        "\n\nRepeat the part of the previous context that starts with"
-        + tokenizer.decode(prompt[8:16])
-        + ":"
-        + tokenizer.decode(prompt[16:32])
-    )
-    while llm.engine.has_work:
-        llm.engine.step()
+    part = "\n\nRepeat the part of the previous context that starts with"
+    assert first == f"\n\nRepeat the previous context:{begin}"
+    assert second == f"{part}{ends}:{chunk}"
+    answer(llm.engine)
     assert request.eviction.num_evictions == 1

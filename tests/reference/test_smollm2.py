@@ -45,23 +45,15 @@ def transformers_model() -> Any:
 
 @cache
 def expected() -> list[Expected]:
-    model = transformers_model()
+    model, found = transformers_model(), []
     llm = LLM(SMOLLM2, dtype="float32", kv=KVConfig(memory="8MiB"), verify=False)
-    found = []
+    greedy = {"do_sample": False, "repetition_penalty": 1.0, "pad_token_id": 0, "eos_token_id": []}
     for chat in CHATS:
         prompt = llm.encode_chat(chat)
         ids = torch.tensor([prompt])
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, **greedy}
         with torch.inference_mode():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=NEW,
-                min_new_tokens=NEW,
-                do_sample=False,
-                repetition_penalty=1.0,
-                pad_token_id=0,
-                eos_token_id=[],
-            )
+            out = model.generate(ids, min_new_tokens=NEW, **options)
             logits = model(out, use_cache=False).logits[0, len(prompt) - 1 : -1]
         found.append(Expected(prompt, out[0, len(prompt) :].tolist(), logits.clone()))
     return found
@@ -81,9 +73,8 @@ def expected() -> list[Expected]:
 def test_chats_are_answered_as_by_transformers(kv, rows, acts):
     assert find_model(SMOLLM2)
     sampling = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
-    llm = LLM(
-        SMOLLM2, dtype="float32", kv=KVConfig(**kv), schedule=ScheduleConfig(max_num_seqs=rows)
-    )
+    schedule = ScheduleConfig(max_num_seqs=rows)
+    llm = LLM(SMOLLM2, dtype="float32", kv=KVConfig(**kv), schedule=schedule)
     outputs = llm.chat(CHATS, sampling)
 
     assert acts(llm.stats())
@@ -108,24 +99,15 @@ def test_next_tokens_are_distributed_as_by_llama_cpp():
     server = xllamacpp.Server(params)
     divergences = []
     for output in ours:
-        asked = {
-            "prompt": list(output.prompt_token_ids),
-            "n_predict": 1,
-            "n_probs": num_tokens,
-            "temperature": 0.0,
-        }
+        asked = {"prompt": list(output.prompt_token_ids), "n_probs": num_tokens}
+        asked |= {"n_predict": 1, "temperature": 0.0}
         [choice] = server.handle_completions(asked)["choices"]
         [theirs] = choice["logprobs"]["content"]
         found = {top["id"]: top["logprob"] for top in theirs["top_logprobs"]}
         assert output.logprobs is not None
         [own] = output.logprobs
         assert len(found) > 0.99 * num_tokens
-        divergences.append(
-            sum(
-                math.exp(logprob) * (logprob - found[token])
-                for token, logprob in own.top_logprobs or ()
-                if token in found
-            )
-        )
+        pairs = ((p, found[token]) for token, p in own.top_logprobs or () if token in found)
+        divergences.append(sum(math.exp(ours) * (ours - theirs) for ours, theirs in pairs))
     print(f"mean {sum(divergences) / len(divergences):.5f}, max {max(divergences):.5f} nats")
     assert sum(divergences) / len(divergences) <= 0.01

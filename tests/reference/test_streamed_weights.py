@@ -1,21 +1,14 @@
 """Engines with weight offload: logits are bit-equal to those of the same products on the device.
 
 Engines on a CPU multiply packed weights if all of them are on the device. These products add in
-another order, so that logits are near those of offloaded layers only; the limit is in
-docs/weights.md.
-
-Slots hold NaN until a layer is loaded, copies are delayed, and the engines use chunked prefill,
-batches, cached prefixes, quantized KV, eviction, KV offload and cancellation.
+another order, so that logits are near those of offloaded layers only; see docs/weights.md.
 """
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 
-from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import StorageError, UnsoundCombination
 from quire.models import adapter
@@ -26,9 +19,8 @@ from quire.offload.split import COPY
 from quire.offload.step_log import LAYER, PROJECT
 from quire.offload.weights.placement import WithinBudget
 from quire.scheduler.schedule_config import ScheduleConfig
-from reference.test_eviction import Recorder, largest_difference
 from support import zoo
-from support.engines import greedy, load
+from support.engines import Recorder, answer, largest_difference, load, requests_of
 from support.kv_options import kv_config
 from support.streamed import DelayedTransfers, load_streamed, poison
 
@@ -55,63 +47,41 @@ def _same_products(monkeypatch):
     monkeypatch.setattr(adapter, "fastest_products", lambda: None)
 
 
-def run(model, *, cancel=(), objective="latency", steps=STEPS, prompts=PROMPTS, **kv):
-    """Generate for all prompts; return engine, logits by request, and outputs."""
-    schedule = ScheduleConfig(**steps, objective=objective)
-    engine = Engine(model, kv_config(**{"memory": "2MiB", "page_tokens": 4} | kv), schedule)
-    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
-    for request, prompt in prompts.items():
-        engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))
-    steps = 0
-    while engine.has_work:
-        steps += 1
-        for request, at in cancel:
-            if steps == at:
-                engine.cancel(request)
-        for delta in engine.step():
-            assert delta.error is None, delta.error
-        engine.check()
-    return engine, recorder.logits
+def engine_of(model, objective="latency", steps=STEPS, **kv):
+    options = {"memory": "2MiB", "page_tokens": 4} | kv
+    return Engine(model, kv_config(**options), ScheduleConfig(**steps, objective=objective))
 
 
-class Frozen(dict):
-    """Options as a hashable cache key."""
-
-    def __hash__(self):
-        return hash(tuple(sorted((key, str(value)) for key, value in self.items())))
-
-
-class Largest:
-    """Largest number of tokens in one pass of a layer."""
-
-    def __init__(self, model):
-        self.tokens = 0
-        for layer in model.weights.modules:
-            layer.register_forward_pre_hook(self._note)
-
-    def _note(self, module, args):
-        self.tokens = max(self.tokens, args[0].shape[-2])
+def run(model, *, cancel=(), prompts=PROMPTS, **options):
+    """Generate for all prompts; return engine and logits by request."""
+    engine = engine_of(model, **options)
+    return engine, answer(engine, requests_of(prompts, NEW_TOKENS), cancel=cancel).logits
 
 
-LONG = Frozen(LONG)
+RESIDENT: dict[str, dict] = {}
 
 
-@cache
 def resident(name: str, **options):
     """Logits with all weights on the device."""
-    return run(load(name, times=3, impl="transformers"), **options)[1]
+    key = f"{name} {options}"
+    if key not in RESIDENT:
+        RESIDENT[key] = run(load(name, times=3, impl="transformers"), **options)[1]
+    return RESIDENT[key]
 
 
-def max_batches_of(model):
-    """Numbers of batches of the model's passes, filled while it runs."""
-    sizes, shared_by = [1], model.weights.shared_by
+def noted_tokens(model) -> list[int]:
+    """Tokens of each pass of a layer, noted while the model runs."""
+    noted = [0]
+    for layer in model.weights.modules:
+        layer.register_forward_pre_hook(lambda module, args: noted.append(args[0].shape[-2]))
+    return noted
 
-    def noted(batches):
-        sizes.append(batches)
-        return shared_by(batches)
 
-    model.weights.shared_by = noted
-    return sizes
+def noted_batches(model) -> list[int]:
+    """Numbers of batches of the model's passes, noted while it runs."""
+    noted, shared_by = [1], model.weights.shared_by
+    model.weights.shared_by = lambda batches: noted.append(batches) or shared_by(batches)
+    return noted
 
 
 def assert_equal(logits, expected):
@@ -121,11 +91,8 @@ def assert_equal(logits, expected):
             assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
 
 
-def assert_close(logits, expected, *, exact=False):
+def assert_close(logits, expected):
     """Different chunks and batches round differently."""
-    assert logits.keys() == expected.keys()
-    if exact:
-        assert_equal(logits, expected)
     assert largest_difference(logits, expected) <= 1e-4
 
 
@@ -156,11 +123,8 @@ def test_logits_are_near_those_of_packed_layers(name, monkeypatch):
 @pytest.mark.parametrize("stay", [0, 1, 3])
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_every_architecture_under_every_objective(name, stay, objective):
-    assert_close(
-        run(load_streamed(name, stay=stay), objective=objective)[1],
-        resident(name),
-        exact=objective == "latency",
-    )
+    logits = run(load_streamed(name, stay=stay), objective=objective)[1]
+    (assert_equal if objective == "latency" else assert_close)(logits, resident(name))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +139,7 @@ def test_batches_of_a_step_share_each_layer(name, objective):
     """Equal logits with fewer passes over the link; no batch is larger."""
     row, column = load_streamed(name), load_streamed(name)
     column.weights.link.copied_s = 1e6  # auto takes it that copies are slow
-    largest = Largest(column)
+    tokens = noted_tokens(column)
     by_row, expected = run(row, enable_prefix_caching=False)
     by_column, logits = run(column, objective=objective, enable_prefix_caching=False)
 
@@ -187,20 +151,18 @@ def test_batches_of_a_step_share_each_layer(name, objective):
         for engine in (by_row, by_column)
     ]
     assert per_token[1] < 0.9 * per_token[0]
-    assert 0 < largest.tokens <= STEPS["max_num_batched_tokens"]
+    assert 0 < max(tokens) <= STEPS["max_num_batched_tokens"]
 
 
 def test_requests_run_after_those_that_compute_their_prefix_in_the_same_step():
     """Also among the batches of a step: a row of one token may need KV of an earlier long chunk."""
     begin = [3 + i * i % 60 for i in range(24)]
-    prompts = {"long": begin, "one": [*begin[:12], 7], "two": [*begin[:12], 9]}
-    steps = {"max_num_batched_tokens": 24, "chunk_tokens": 24}
-    engine, logits = run(
-        load_streamed("qwen3"), objective="throughput", steps=steps, prompts=prompts
-    )
+    options = {"prompts": {"long": begin, "one": [*begin[:12], 7], "two": [*begin[:12], 9]}}
+    options["steps"] = {"max_num_batched_tokens": 24, "chunk_tokens": 24}
+    engine, logits = run(load_streamed("qwen3"), objective="throughput", **options)
 
     assert engine.stats().cached_tokens >= 24  # both found the 12 tokens they share
-    assert_close(logits, resident("qwen3", prompts=Frozen(prompts), steps=Frozen(steps)))
+    assert_close(logits, resident("qwen3", **options))
 
 
 @pytest.mark.parametrize(
@@ -245,28 +207,24 @@ def test_cancelled_requests_free_all_pages(objective):
 @pytest.mark.parametrize("at", [0, 3, 8])
 def test_a_failed_copy_fails_only_its_step(objective, at):
     """The step can be repeated: its requests are recomputed, with equal logits."""
-    transfer_worker = DelayedTransfers()
-    model = load_streamed("qwen3", transfer_worker=transfer_worker)
-    engine = Engine(
-        model,
-        KVConfig(memory="2MiB", page_tokens=4),
-        ScheduleConfig(**STEPS, objective=objective),
-    )
-    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
-    transfer_worker.fails = {transfer_worker.num_copies + at: OSError("the disk is gone")}
-    for request, prompt in PROMPTS.items():
-        engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))
-    failures = []
-    while engine.has_work:
+    worker = DelayedTransfers()
+    engine = engine_of(load_streamed("qwen3", transfer_worker=worker), objective)
+    worker.fails = {worker.num_copies + at: OSError("the disk is gone")}
+    failures, step = [], engine.step
+
+    def step_or_note():
         try:
-            engine.step()
+            return step()
         except StorageError as error:
             failures.append(str(error))
-        engine.check()
+            return []
+
+    engine.step = step_or_note
+    logits = answer(engine, requests_of(PROMPTS, NEW_TOKENS)).logits
 
     assert len(failures) == 1
     assert "could not be transferred: the disk is gone" in failures[0]
-    assert_close(recorder.logits, resident("qwen3"))
+    assert_close(logits, resident("qwen3"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -278,9 +236,8 @@ def test_half_precision_weights_are_loaded_in_the_precision_of_the_product(dtype
     budget = int(0.8 * weight_bytes(decoder.model))
     place, weights = WithinBudget(budget).place(model, torch.device("cpu"))
     poison(weights.link)
-    streamed = replace(
-        plain, decoder=TransformersDecoder(model, weights), weights=weights, place=place
-    )
+    decoder = TransformersDecoder(model, weights)
+    streamed = replace(plain, decoder=decoder, weights=weights, place=place)
 
     assert weights.place.offloaded_layers
     assert_equal(run(streamed)[1], run(plain)[1])
@@ -288,27 +245,17 @@ def test_half_precision_weights_are_loaded_in_the_precision_of_the_product(dtype
 
 def test_two_engines_of_one_model_take_turns():
     model = load_streamed("qwen3")
-    engines = [
-        Engine(model, KVConfig(memory="1MiB", page_tokens=4), ScheduleConfig(**STEPS))
-        for _ in range(2)
-    ]
-    recorders = []
-    for engine in engines:
-        recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
-        recorders.append(recorder)
-        for request, prompt in PROMPTS.items():
-            engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))
-    while any(engine.has_work for engine in engines):
-        for engine in engines:
-            engine.step()
+    first, second = (engine_of(model, memory="1MiB") for _ in range(2))
+    requests = requests_of(PROMPTS, NEW_TOKENS)
+    recorder = second.sampling_step.sampler = Recorder(second.sampling_step.sampler)
+    for request in requests:
+        second.submit(request)
+    logits = answer(first, requests, before_step=lambda _: second.step()).logits
+    while second.has_work:
+        second.step()
 
-    for recorder in recorders:
-        assert_equal(recorder.logits, resident("qwen3"))
-
-
-def test_throughput_is_rejected_without_weight_offload():
-    with pytest.raises(UnsoundCombination, match="set --weights-memory"):
-        Engine(load("qwen3"), KVConfig(memory="1MiB"), ScheduleConfig(objective="throughput"))
+    for found in (logits, recorder.logits):
+        assert_equal(found, resident("qwen3"))
 
 
 def test_memory_for_all_weights_loads_no_layer():
@@ -319,13 +266,10 @@ def test_memory_for_all_weights_loads_no_layer():
     assert engine.stats().offloaded_weight_bytes == 0
     assert "all" in model.place.text
     assert_equal(logits, resident("qwen3"))
-
-
-def test_throughput_is_rejected_if_the_memory_holds_all_weights():
-    with pytest.raises(
-        UnsoundCombination, match="set --weights-memory below the size of the weights"
-    ):
-        run(load_streamed("qwen3", stay=99), objective="throughput")
+    with pytest.raises(UnsoundCombination, match="set --weights-memory"):
+        engine_of(load("qwen3"), "throughput")
+    with pytest.raises(UnsoundCombination, match="--weights-memory below the size of the weights"):
+        engine_of(model, "throughput")
 
 
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
@@ -351,21 +295,19 @@ def test_batches_with_offloaded_kv_share_each_layer(name, recompute):
     moved = {}
     for objective in ("latency", "throughput"):
         model = load_streamed(name)
-        sizes = max_batches_of(model)
+        sizes = noted_batches(model)
         engine, logits = run(model, prompts=LONG, objective=objective, steps=steps, **options)
         moved[objective] = model.weights.num_bytes
         assert (max(sizes) > 1) == (objective == "throughput")
         assert engine.pool.kv.offload.prefixes.pool.peak_bytes > 0
-        assert_close(logits, resident(name, prompts=LONG, steps=Frozen(steps)))
+        assert_close(logits, resident(name, prompts=LONG, steps=steps))
     assert moved["throughput"] < moved["latency"]
 
 
 def test_recompute_prepares_layers_in_any_order():
     """Keys of a layer that is not on the device wait for its weights."""
-    streamed, plain = (
-        load_streamed("opt").decoder,
-        load("opt", times=3, impl="transformers").decoder,
-    )
+    models = (load_streamed("opt"), load("opt", times=3, impl="transformers"))
+    streamed, plain = (model.decoder for model in models)
     assert streamed.prepare_recomputation() is plain.prepare_recomputation() is None
     inputs = torch.randn(5, plain.spec.hidden_size, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(5)
@@ -391,18 +333,13 @@ def test_auto_split_counts_the_transfer_of_weights(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "mixtral"])
-def test_logits_on_a_gpu_equal_those_with_weights_on_it(name, objective):
+def test_logits_on_a_gpu_equal_those_with_weights_on_it(name, objective, monkeypatch):
     expected = run(load(name, "cuda", times=3))[1]
     model = load_streamed(name, stay=1, device="cuda")
     for slot in model.weights.link.slots:
         slot.fill_(0xFF)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "synchronize", not_the_whole_device)
-        engine, logits = run(model, objective=objective)
+    monkeypatch.setattr(torch.cuda, "synchronize", pytest.fail)
+    engine, logits = run(model, objective=objective)
 
     assert largest_difference(logits, expected) <= 1e-4
     assert engine.stats().offloaded_weight_bytes
-
-
-def not_the_whole_device(*_args):
-    raise AssertionError("the whole device was synchronised")

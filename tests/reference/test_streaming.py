@@ -1,5 +1,6 @@
 """`streaming` compared with a reference StreamingLLM, and streams longer than the context."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -18,9 +19,16 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.serve.service import Service
 from reference.streaming_llm import PlainStream, Stream
-from reference.test_eviction import Recorder, largest_difference
 from support import zoo
-from support.engines import greedy, load, make_prompts
+from support.engines import (
+    Recorder,
+    answer,
+    greedy,
+    largest_difference,
+    load,
+    make_prompts,
+    requests_of,
+)
 from support.kv_options import kv_config
 
 STREAM = Stream(cap=24, every=6, sinks=4)
@@ -40,30 +48,26 @@ def engine_of(model, *, evict=EVICT, memory="2MiB", page_tokens=4, kv=None, pool
 
 def run(engine: Engine, prompts, *, new_tokens=NEW_TOKENS, evict=None, each_step=None) -> Logits:
     """Logits [tokens, vocab] of the output of each prompt."""
-    recorder = record(engine, prompts, new_tokens=new_tokens, evict=evict)
-    while engine.has_work:
-        for delta in engine.step():
-            if delta.usage is not None:
-                assert delta.finish_reason == "length", delta.error
-        if each_step is not None:
-            each_step()
-    engine.check()
-    return stacked(recorder)
+    requests = requests_of(numbered(prompts), new_tokens, evict=evict)
+    found = answer(engine, requests, before_step=lambda _: each_step and each_step())
+    assert {d.finish_reason for d in found.deltas} <= {None, "length"}
+    return stacked(found.logits)
 
 
-def record(engine: Engine, prompts, *, new_tokens=NEW_TOKENS, evict=None) -> Recorder:
+def numbered(prompts) -> dict[str, list[int]]:
+    return {f"r{i}": prompt for i, prompt in enumerate(prompts)}
+
+
+def record(engine: Engine, prompts) -> Recorder:
     """Submit prompts; what keeps the logits of their answers."""
-    recorder = Recorder(engine.sampling_step.sampler)
-    engine.sampling_step.sampler = recorder
-    for i, prompt in enumerate(prompts):
-        engine.submit(
-            GenerationRequest(prompt, greedy(new_tokens), request_id=f"r{i}", evict=evict)
-        )
+    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
+    for request in requests_of(numbered(prompts), NEW_TOKENS):
+        engine.submit(request)
     return recorder
 
 
-def stacked(recorder: Recorder) -> Logits:
-    return {key: torch.stack(rows) for key, rows in recorder.logits.items()}
+def stacked(logits) -> Logits:
+    return {key: torch.stack(rows) for key, rows in logits.items()}
 
 
 def short_context(name: str, tokens: int) -> LoadedModel:
@@ -90,17 +94,8 @@ def prompts():
 @pytest.mark.parametrize(
     "name",
     [
-        "llama",
-        "llama_mha",
-        "qwen3",
-        "gemma2",
-        "gemma3",
-        "gpt_oss",
-        "gemma4",
-        "bloom",
-        "falcon_alibi",
-        "deepseek_v3",
-        "deepseek_v2",  # its RoPE is complex
+        *("llama", "llama_mha", "qwen3", "gemma2", "gemma3", "gpt_oss", "gemma4", "bloom"),
+        *("falcon_alibi", "deepseek_v3", "deepseek_v2"),  # the last has a complex RoPE
     ],
 )
 def test_under_the_cap_it_is_plain_rope(name):
@@ -191,22 +186,17 @@ def test_a_stream_and_an_engine_of_other_rules_share_a_pool(llama, prompts, expe
     """Pages with keys before RoPE and after it, of one size, in slabs of one arena."""
     plain = run(engine_of(llama, evict=SINKS), prompts)
     pool = SharedPool("40KiB", slab_bytes=2048)
-    engines = {
-        evict: engine_of(
-            llama,
-            evict=evict,
-            memory="auto",
-            pool=pool.join(evict.partition(":")[0], guaranteed="12KiB"),
-        )
-        for evict in (EVICT, SINKS)
-    }
+    engines = {}
+    for evict in (EVICT, SINKS):
+        own = pool.join(evict.partition(":")[0], guaranteed="12KiB")
+        engines[evict] = engine_of(llama, evict=evict, memory="auto", pool=own)
     recorders = {evict: record(engine, prompts) for evict, engine in engines.items()}
     while any(engine.has_work for engine in engines.values()):
         for engine in engines.values():
             if engine.has_work:
                 engine.step()
             pool.check()
-    got = {evict: stacked(recorder) for evict, recorder in recorders.items()}
+    got = {evict: stacked(recorder.logits) for evict, recorder in recorders.items()}
 
     assert sum(engine.scheduler.num_preemptions for engine in engines.values()) > 0
     assert largest_difference(got[EVICT], expected) <= TOLERANCE
@@ -243,32 +233,26 @@ def test_preemption_of_a_stream_changes_no_logits(llama, swap_space):
 
 def test_several_outputs_share_the_prompt_of_a_stream(llama, prompts, expected):
     """Forks copy what they write: each answer is what it would be alone."""
-    engine = engine_of(llama)
-    engine.submit(GenerationRequest(prompts[-1], replace(greedy(NEW_TOKENS), n=3), request_id="r"))
-    answers: dict[int, list[int]] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            answers.setdefault(delta.index, []).extend(delta.token_ids)
-    engine.check()
-    alone = expected["r3"].argmax(dim=-1).tolist()
+    params = replace(greedy(NEW_TOKENS), n=3)
+    found = answer(engine_of(llama), [GenerationRequest(prompts[-1], params, request_id="r")])
 
-    assert answers == dict.fromkeys(range(3), alone)
+    alone = expected["r3"].argmax(dim=-1).tolist()
+    assert found.tokens == {("r", i): alone for i in range(3)}
 
 
 # ---- streams longer than the context -------------------------------------------------------------
 
 
-class SeenPositions:
-    """The largest position any query or key was rotated to."""
+def seen_positions(monkeypatch) -> list[int]:
+    """The largest position of each call that rotates queries or keys."""
+    found, rotate = [], Rotary.rotate_pre_rope
 
-    def __init__(self, monkeypatch) -> None:
-        self.largest, rotate = 0, Rotary.rotate_pre_rope
+    def watched(rotary, pre_rope, positions):
+        found.append(int(positions.max()))
+        return rotate(rotary, pre_rope, positions)
 
-        def watched(rotary, pre_rope, positions):
-            self.largest = max(self.largest, int(positions.max()))
-            return rotate(rotary, pre_rope, positions)
-
-        monkeypatch.setattr(Rotary, "rotate_pre_rope", watched)
+    monkeypatch.setattr(Rotary, "rotate_pre_rope", watched)
+    return found
 
 
 def test_a_stream_of_four_contexts_runs_in_the_memory_of_its_cap(monkeypatch):
@@ -276,7 +260,7 @@ def test_a_stream_of_four_contexts_runs_in_the_memory_of_its_cap(monkeypatch):
     uncached = {"enable_prefix_caching": False}  # cached prefixes would count in `held`
     engine = engine_of(short_context("llama", context), evict=EVICT, page_tokens=4, kv=uncached)
     prompt, new_tokens = make_prompts(1, 1, seed=0)[0] + list(range(2, 102)), 4 * context - 101
-    memory, seen, held = engine.pool.kv.memory, SeenPositions(monkeypatch), []
+    memory, seen, held = engine.pool.kv.memory, seen_positions(monkeypatch), []
     got = run(
         engine, [prompt], new_tokens=new_tokens, each_step=lambda: held.append(memory.used_bytes)
     )
@@ -285,7 +269,7 @@ def test_a_stream_of_four_contexts_runs_in_the_memory_of_its_cap(monkeypatch):
     assert len(prompt) + new_tokens == 4 * context
     assert got["r0"].argmax(dim=-1).tolist() == tokens
     assert float((got["r0"] - logits).abs().max()) <= TOLERANCE
-    assert seen.largest == STREAM.cap - 1
+    assert max(seen) == STREAM.cap - 1
     group = memory.layout.groups[0]
     assert max(held) == STREAM.cap // 4 * group.page_class.page_bytes * group.num_lanes
     assert len(set(held[20:-1])) <= 3  # 18 to 24 tokens in pages of 4: it goes up and down
@@ -294,12 +278,12 @@ def test_a_stream_of_four_contexts_runs_in_the_memory_of_its_cap(monkeypatch):
 def test_positions_in_windows_of_a_stream_start_at_the_window(monkeypatch):
     """gemma3: half of its layers have a window of 8 tokens; positions in it change in each step."""
     engine = engine_of(short_context("gemma3", 48), evict=EVICT)
-    seen = SeenPositions(monkeypatch)
+    seen = seen_positions(monkeypatch)
     got = run(engine, [list(range(2, 102))], new_tokens=92)
 
     assert len(got["r0"]) == 92
     assert got["r0"].isfinite().all()
-    assert seen.largest == STREAM.cap - 1
+    assert max(seen) == STREAM.cap - 1
 
 
 @pytest.mark.parametrize(
@@ -320,15 +304,12 @@ def test_only_streams_with_a_cap_below_the_context_may_exceed_it(when, prompt_to
     assert len(got["r0"]) == (30 if goes_on else 8)
 
 
-@pytest.mark.parametrize(
-    "evict",
-    [f"{EVICT},when=decode", "streaming:cap=60,every=6", "full"],
-    ids=["decode reads the whole prompt", "the cap is over the context", "nothing leaves"],
-)
-def test_prompts_over_the_context_are_rejected_if_positions_exceed_it(evict):
-    engine = engine_of(short_context("llama", 48), evict=evict)
-    with pytest.raises(RequestError, match=r"100 tokens, the model's context 48"):
-        engine.submit(GenerationRequest([7] * 100, greedy(4)))
+def test_prompts_over_the_context_are_rejected_if_positions_exceed_it():
+    """Decoding reads the whole prompt, the cap is over the context, or nothing leaves."""
+    for evict in (f"{EVICT},when=decode", "streaming:cap=60,every=6", "full"):
+        engine = engine_of(short_context("llama", 48), evict=evict)
+        with pytest.raises(RequestError, match=r"100 tokens, the model's context 48"):
+            engine.submit(GenerationRequest([7] * 100, greedy(4)))
 
 
 def test_an_output_without_max_tokens_is_as_long_as_the_context():
@@ -377,52 +358,33 @@ def test_rules_for_keys_before_and_after_rope_cannot_be_mixed(llama):
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_streams_run_beside_requests_with_keys_after_rope(name, default, codec):
     """Each request as in an engine of its own rule; they are batched and preempted together."""
-    model, kv = load(name), {"codec": codec}
+    model, kv, steps = load(name), {"codec": codec}, itertools.count()
     rules = {"r0": EVICT, "r1": SINKS, "r2": "h2o:cap=30,every=5", "r3": "full", "r4": EVICT}
     prompts = [list(range(2 + i, 50 + 3 * i)) for i in range(5)]
-    engine = engine_of(
-        model,
-        evict=default,
-        kv=kv | {"evict_allow": "all", "swap_space": "4MiB"},
-        chunk_tokens=7,
-        preempt="swap",
-    )
-    recorder = Recorder(engine.sampling_step.sampler)
-    engine.sampling_step.sampler = recorder
-    for (request_id, evict), prompt in zip(rules.items(), prompts, strict=True):
-        engine.submit(
-            GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request_id, evict=evict)
-        )
-    steps = 0
-    while engine.has_work:
-        for delta in engine.step():
-            assert delta.usage is None or delta.finish_reason == "length", delta.error
-        steps += 1
-        if steps == 12:
+    allowed = kv | {"evict_allow": "all", "swap_space": "4MiB"}
+    engine = engine_of(model, evict=default, kv=allowed, chunk_tokens=7, preempt="swap")
+    requests = [
+        replace(request, evict=rules[request.request_id])
+        for request in requests_of(numbered(prompts), NEW_TOKENS)
+    ]
+
+    def preempt(engine):
+        if next(steps) == 12:
             for request in list(engine.scheduler.running)[:2]:
                 engine.scheduler.lifecycle.preempt(request, "for the test")
-    engine.check()
-    found = stacked(recorder)
 
-    for (request_id, evict), prompt in zip(rules.items(), prompts, strict=True):
-        alone = engine_of(model, evict=evict, kv=kv)
-        [expected] = run(alone, [prompt]).values()
-        assert float((found[request_id] - expected).abs().max()) <= (
-            TOLERANCE if codec == "none" else 3e-2
-        )
+    found = stacked(answer(engine, requests, before_step=preempt).logits)
+    tolerance = TOLERANCE if codec == "none" else 3e-2
+    for request_id, prompt in numbered(prompts).items():
+        [expected] = run(engine_of(model, evict=rules[request_id], kv=kv), [prompt]).values()
+        assert float((found[request_id] - expected).abs().max()) <= tolerance
 
 
 def test_streams_share_prefixes_with_streams_only(llama):
-    engine = engine_of(llama, evict="full", kv={"evict_allow": "all"})
-    prompt = list(range(2, 42))
-    cached = {}
-    for request_id, evict in (("a", EVICT), ("b", "full"), ("c", EVICT), ("d", "full")):
-        engine.submit(GenerationRequest(prompt, greedy(4), request_id=request_id, evict=evict))
-        while engine.has_work:
-            for delta in engine.step():
-                if delta.usage is not None:
-                    cached[delta.request_id] = delta.usage.cached_tokens
-    engine.check()
+    engine, cached = engine_of(llama, evict="full", kv={"evict_allow": "all"}), {}
+    for name, evict in (("a", EVICT), ("b", "full"), ("c", EVICT), ("d", "full")):
+        found = answer(engine, requests_of({name: list(range(2, 42))}, 4, evict=evict))
+        cached[name] = found.usages[name].cached_tokens
 
     assert cached["a"] == cached["b"] == 0
     assert 0 < cached["c"] <= STREAM.cap
@@ -436,12 +398,9 @@ def test_streams_are_refused_where_single_requests_cannot_have_keys_before_rope(
         engine.submit(GenerationRequest(list(range(2, 42)), greedy(4), evict=EVICT))
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("gpt2", "adds learned positions"), ("opt", "adds learned positions")],
-)
-def test_models_without_rope_are_rejected(name, reason):
-    with pytest.raises(UnsoundCombination, match=f"{reason}.*use 'sinks'"):
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_models_without_rope_are_rejected(name):
+    with pytest.raises(UnsoundCombination, match=r"adds learned positions.*use 'sinks'"):
         engine_of(load(name))
 
 
@@ -473,8 +432,6 @@ def test_streams_share_a_prefix_up_to_their_first_eviction(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_streams_on_cuda_have_the_logits_of_the_cpu(name, prompts):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     expected = run(engine_of(load(name)), prompts)
     got = run(engine_of(load(name, "cuda")), prompts)
 

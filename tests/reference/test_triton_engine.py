@@ -29,15 +29,7 @@ def generated(attention, **kv):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kv",
-    [
-        {},
-        {"codec": "int8"},
-        {"evict": "h2o:cap=4,recent=2"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("kv", [{}, {"codec": "int8"}, {"evict": "h2o:cap=4,recent=2"}], ids=str)
 def test_tokens_are_those_of_the_reference(kv, caplog):
     expected = generated("reference", **kv)
     got = generated("triton", **kv)

@@ -27,13 +27,7 @@ def model_with_text(impl: str = "auto", device: str = "cpu") -> LoadedModel:
 
 @dataclass
 class Output:
-    """What a client gets of one completion.
-
-    Attributes:
-        tokens, text, reason, stop_reason: see `OutputDelta`.
-        logprobs: of the tokens, and of the prompt.
-        preemptions: of the request; 0 until its last completion.
-    """
+    """What a client gets of one completion; logprobs of the tokens, and of the prompt."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -62,15 +56,7 @@ Outputs = dict[tuple[str, int], Output]
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Requests and the options of an engine.
-
-    Attributes:
-        prompts: token ids.
-        params: sampling options of the requests; used again from the start if there are fewer.
-        kv, schedule: options of the engine.
-        wave: requests submitted at once.
-        steps: steps between two waves.
-    """
+    """Requests and the options of an engine; `wave` requests are submitted every `steps` steps."""
 
     prompts: Sequence[list[int]]
     params: Sequence[Mapping[str, object]]
@@ -95,12 +81,7 @@ class Work:
         return GenerationRequest(self.prompts[number], params, request_id=f"r{number}")
 
     def run(self, engine: Engine, before: Callable[[int], None] = lambda _: None) -> Outputs:
-        """Run all requests on an engine, with its checks after every step.
-
-        Args:
-            engine: an idle engine.
-            before: called before each step with its number.
-        """
+        """Run all requests on an idle engine, with its checks; `before` gets the step."""
         outputs: Outputs = {}
         submitted, step = 0, 0
         while submitted < len(self.prompts) or engine.has_work:
@@ -110,8 +91,7 @@ class Work:
                     submitted = number + 1
             before(step)
             for delta in engine.step():
-                key = delta.request_id, delta.index
-                outputs.setdefault(key, Output()).add(delta)
+                outputs.setdefault((delta.request_id, delta.index), Output()).add(delta)
             engine.check()
             step += 1
         assert not engine.scheduler.running

@@ -28,14 +28,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 class Load:
-    """Clients that send a request again whenever it has ended.
-
-    Args:
-        url: base URL of the server.
-        headers: headers of every request.
-        clients: number of requests at once.
-        without: text that is left out of each prompt.
-    """
+    """Clients that send a request again whenever it has ended; `without` is left out of prompts."""
 
     def __init__(self, url, headers=None, clients=22, without=""):
         self._without = without
@@ -88,18 +81,12 @@ def server_process(*options, model="quire-tiny", stderr=subprocess.DEVNULL):
     command = [sys.executable, "-m", "quire", "serve", model, "--port", "0"]
     command += ["--kv-memory", "4MiB", "--swap-space", "3MiB", "--evict-allow", "all", *options]
     source = Path(__file__).parents[2] / "src"
-    environment = os.environ | {
-        "PYTHONPATH": f"{source}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    }
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
-    )
+    path = f"{source}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    options = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, **options)
     try:
-        found = None
-        for line in process.stdout:
-            found = re.search(r"at (http://\S+)/v1", line)
-            if found:
-                break
+        matches = (re.search(r"at (http://\S+)/v1", line) for line in process.stdout)
+        found = next(filter(None, matches), None)
         assert found, "the server did not start"
         yield process, found[1]
     finally:

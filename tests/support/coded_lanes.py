@@ -11,22 +11,11 @@ from quire.layout.pages import kv_pages
 
 
 def coded_twin(lanes, codec):
-    """Pages of codes with what `lanes` hold, which from then on hold what these decode to.
-
-    Args:
-        lanes: `Lanes` of float32.
-        codec: of keys and values, as they are written.
-    """
+    """Pages of codes with what float32 `Lanes` hold, which then hold what these decode to."""
     key, value = codec_pair(codec)
     num_pages, heads, tokens, head_dim = lanes.pages.key.shape
-    page_class = kv_pages(
-        key=key,
-        value=value,
-        head_dim=head_dim,
-        value_dim=lanes.pages.value.shape[3],
-        heads=heads,
-        tokens=tokens,
-    )
+    shape = {"head_dim": head_dim, "value_dim": lanes.pages.value.shape[3]}
+    page_class = kv_pages(key=key, value=value, heads=heads, tokens=tokens, **shape)
     store = PageStore(num_pages * page_class.page_bytes, torch.device("cpu"))
     store.arena.fill_(255)  # not a number as float16 and float32
     views = store.views(page_class)

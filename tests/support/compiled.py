@@ -1,8 +1,7 @@
 """Compiles the launches of Triton's kernels for a GPU, without a GPU.
 
-`python -m support.compiled [H100, A100 or L4]` runs steps whose launches are compiled for this GPU
-instead of launched. Triton brings the assembler. It prints the shared memory and the products on
-tensor cores of each kernel.
+`python -m support.compiled [H100, A100 or L4]` compiles the launches of steps instead of launching
+them, and prints the shared memory and the tensor-core products of each kernel.
 """
 
 import inspect
@@ -18,19 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from quire.kernels.backend import (
-    AttentionMath,
-    AttentionMeasure,
-    AttentionStatistic,
-    CosSin,
-    HeldLanes,
-    MovedSlots,
-    NewSlots,
-    SlotRanking,
-    StatisticRows,
-    StoredNumbers,
-    WindowFinish,
-)
+from quire.kernels import backend as api
+from quire.kernels.backend import AttentionMath, CosSin, MovedSlots
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.triton import launch
 from quire.kernels.triton.backend import TritonAttention
@@ -49,17 +37,9 @@ GPUS = {
 """Compute capability, shared memory of a block, and properties."""
 CAPABILITY, SHARED_BYTES, HARDWARE = GPUS[sys.argv[1] if len(sys.argv) > 1 else "H100"]
 TARGET = GPUTarget("cuda", CAPABILITY, 32)
-_TYPES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
+_TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16"}
+_TYPES |= {torch.bfloat16: "bf16", torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16"}
+_TYPES |= {torch.int32: "i32", torch.int64: "i64"}
 _done = {}
 
 
@@ -100,15 +80,10 @@ def compile_launch(function, *args, num_warps=4, num_stages=3, **kwargs):
 def run_steps():
     """Run steps with plain pages and codes, and writes, moves and packing."""
     backend = TritonAttention(torch.device("cpu"), GatheredAttention(torch.device("cpu")), HARDWARE)
-    for dtype, *dims in (
-        (torch.bfloat16, 80, 80),
-        (torch.bfloat16, 128, 128),
-        (torch.bfloat16, 192, 128),
-        (torch.bfloat16, 512, 512),
-        (torch.float16, 256, 256),
-        (torch.float32, 64, 32),
-    ):
-        attend(backend, None, dtype, *dims)
+    for dims in ((80, 80), (128, 128), (192, 128), (512, 512)):
+        attend(backend, None, torch.bfloat16, *dims)
+    attend(backend, None, torch.float16, 256, 256)
+    attend(backend, None, torch.float32, 64, 32)
     attend(backend, "int8", torch.bfloat16, 192, 128)
     for codec, group in ((None, 16), (None, 128), ("float32/int8", 128)):
         attend_to_latents(backend, codec, group)
@@ -128,13 +103,8 @@ def run_steps():
 
 
 def attend(backend, codec, dtype, head_dim, value_dim):
-    lanes = Lanes(
-        [1, 1, 20],
-        [[400], [40], [60]],
-        (head_dim, value_dim),
-        heads=2,
-        dtype=torch.float32 if codec else dtype,
-    )
+    rows, dims = [[400], [40], [60]], (head_dim, value_dim)
+    lanes = Lanes([1, 1, 20], rows, dims, heads=2, dtype=torch.float32 if codec else dtype)
     query = lanes.query(4).to(dtype)
     coded = None
     if codec:
@@ -146,12 +116,12 @@ def attend(backend, codec, dtype, head_dim, value_dim):
     view = ScoredLanes(lanes, QueryRing(32), 4, lanes.pages).view(backend)
     column_sums(view, QueryRing(32))
     for pooling, heads in product(POOLINGS, REDUCTIONS):
-        window_scores(view, QueryRing(32), WindowFinish(32, 5, pooling, heads))
+        window_scores(view, QueryRing(32), api.WindowFinish(32, 5, pooling, heads))
     view.in_pages(KEY).norms()
     view.in_pages(KEY).mean_cosines()
     indices = torch.zeros(3, 1, dtype=torch.int64)
     keys, values = query[:3, :2], query.new_zeros(3, 2, value_dim)
-    slots = NewSlots(lanes.pages.key, lanes.pages.value, indices, indices, coded)
+    slots = api.NewSlots(lanes.pages.key, lanes.pages.value, indices, indices, coded)
     if codec not in ("int3", "int4_outliers"):
         backend.write(slots, keys, values)
         turns = torch.ones(3, head_dim // 2)
@@ -187,17 +157,19 @@ def run_evictions(backend):
     lanes, slots = 3, 1000
     number = torch.zeros(lanes, dtype=torch.int32)
     pages = torch.zeros(lanes, slots // 8, dtype=torch.int32)
-    held = HeldLanes(torch.zeros(4, 8, dtype=torch.int32), pages, number, slots)
+    held = api.HeldLanes(torch.zeros(4, 8, dtype=torch.int32), pages, number, slots)
     assert backend.order_lanes(held) is not None
     scores = [
-        torch.zeros(lanes, slots, dtype=t) for t in (torch.float32, torch.float64, torch.bool)
+        torch.zeros(lanes, slots, dtype=d) for d in (torch.float32, torch.float64, torch.bool)
     ]
     for score in (None, *scores):
-        ranking = SlotRanking(number, 20, 30, score, newest=number, protected=scores[2])
+        ranking = api.SlotRanking(number, 20, 30, score, newest=number, protected=scores[2])
         backend.select_lanes(held, ranking)
     for after in (None, number):
-        numbers = StoredNumbers(torch.zeros(4, 1, 8, 1), pages, after)
-        found = backend.select_lanes(held, SlotRanking(number, 20, 30, None, numbers, 4, number))
+        numbers = api.StoredNumbers(torch.zeros(4, 1, 8, 1), pages, after)
+        found = backend.select_lanes(
+            held, api.SlotRanking(number, 20, 30, None, numbers, 4, number)
+        )
     arena = torch.zeros(4, 8 * 133, dtype=torch.uint8)
     planes = [arena[:, :1024].view(torch.bfloat16).view(4, 1, 8, 64)]
     planes += [arena[:, 1024 : 1024 + 32].view(torch.int32).view(4, 1, 8, 1)]
@@ -211,11 +183,11 @@ def run_statistics(backend):
     numbers, table = torch.zeros(8, 2, 16, 1), torch.zeros(4, 1, 2, dtype=torch.int32)
     rows = torch.arange(3)
     slots = rows[:, None].int()
-    for count in AttentionMeasure:
+    for count in api.AttentionMeasure:
         for heads in REDUCTIONS:
             backend.tally(
-                AttentionStatistic(numbers, table, 0, count, heads),
-                StatisticRows(rows, rows, slots, rows.int(), max_slots=2),
+                api.AttentionStatistic(numbers, table, 0, count, heads),
+                api.StatisticRows(rows, rows, slots, rows.int(), max_slots=2),
                 torch.zeros(3, 8, 32),
             )
 
@@ -225,10 +197,8 @@ def main():
         lambda *args, **kwargs: compile_launch(function, *args, **kwargs)
     )
     run_steps()
-    print(
-        f"{len(_done)} kernels compiled for compute capability {CAPABILITY / 10} by Triton "
-        f"{triton.__version__}"
-    )
+    target = f"compute capability {CAPABILITY / 10} by Triton {triton.__version__}"
+    print(f"{len(_done)} kernels compiled for {target}")
 
 
 if __name__ == "__main__":

@@ -8,22 +8,12 @@ class DisconnectingClient:
     """An ASGI call whose client disconnects when `disconnect` is set."""
 
     def __init__(self, path, body):
-        self.disconnect = asyncio.Event()
-        self.sent = []
-        self.scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "headers": [(b"content-type", b"application/json")],
-            "client": ("127.0.0.1", 1),
-            "server": ("127.0.0.1", 2),
-        }
+        self.disconnect, self.sent = asyncio.Event(), []
+        versions = {"asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1"}
+        self.scope = {"type": "http", "method": "POST", "scheme": "http", **versions}
+        self.scope |= {"path": path, "raw_path": path.encode(), "query_string": b""}
+        self.scope |= {"headers": [(b"content-type", b"application/json")], "root_path": ""}
+        self.scope |= {"client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2)}
         self._body = json.dumps(body).encode()
 
     async def receive(self):

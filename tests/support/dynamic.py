@@ -25,14 +25,7 @@ def build(architecture: str, attention: str = "eager") -> PreTrainedModel:
 
 @dataclass
 class Seen:
-    """What a run looked like from outside.
-
-    Attributes:
-        handles: by prompt.
-        rows: of the slab in each step.
-        live: rows that went on.
-        bytes: of KV on the device after each step.
-    """
+    """Handles by prompt, and of each step: rows of the slab, live rows and bytes of KV."""
 
     handles: list[Query] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)

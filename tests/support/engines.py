@@ -1,16 +1,21 @@
-"""Engines over tiny random models, and outputs of Transformers for the same prompts."""
+"""Engines over tiny random models, runs of them, and Transformers' outputs for the same prompts."""
 
 import random
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.models.base import Decoder
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel, make_decoder
+from quire.sampling.outputs import OutputDelta, Usage
+from quire.sampling.sampler import Sampler
 from quire.scheduler.peaks import Need
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo
@@ -21,12 +26,7 @@ NEW_TOKENS = 8
 
 @dataclass(frozen=True)
 class Expected:
-    """Transformers' greedy output for one prompt.
-
-    Attributes:
-        prompt, tokens: token ids.
-        logits: [len(tokens), vocab] from one plain forward over prompt and tokens.
-    """
+    """Transformers' greedy output for a prompt; logits [len(tokens), vocab] of a plain forward."""
 
     prompt: list[int]
     tokens: list[int]
@@ -41,27 +41,18 @@ class Expected:
         return len(tokens) == len(self.tokens)
 
 
+def loaded(decoder: Decoder, name: str = "zoo", **options: Any) -> LoadedModel:
+    """A model without a tokenizer."""
+    plain = {"tokenizer": None, "generation": GenerationDefaults(), "weight_bytes": 0}
+    return LoadedModel(decoder=decoder, spec=decoder.spec, name=name, **plain | options)
+
+
 def load(
     architecture: str, device: str = "cpu", *, times: int = 1, impl: str = "auto"
 ) -> LoadedModel:
-    """A zoo model in float32, with the decoder that `load_model` would use.
-
-    Its layers are repeated `times` times.
-    """
+    """A zoo model in float32 with the decoder of `load_model`; layers repeated `times` times."""
     model = zoo.build(architecture, times=times).to(device)
     return loaded(make_decoder(model, None, impl=impl, codec="auto"), architecture)
-
-
-def loaded(decoder: Decoder, name: str = "zoo") -> LoadedModel:
-    """A decoder as a model without a tokenizer."""
-    return LoadedModel(
-        decoder=decoder,
-        tokenizer=None,
-        generation=GenerationDefaults(),
-        spec=decoder.spec,
-        name=name,
-        weight_bytes=0,
-    )
 
 
 def make_prompts(count: int, longest: int, seed: int) -> list[list[int]]:
@@ -76,21 +67,14 @@ def make_prompts(count: int, longest: int, seed: int) -> list[list[int]]:
 @torch.inference_mode()
 def expect(architecture: str, prompts: list[list[int]]) -> list[Expected]:
     """Generate with Transformers, prompt by prompt."""
-    model = zoo.build(architecture)
+    model, expected = zoo.build(architecture), []
     model.generation_config.eos_token_id = None
-    expected = []
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        tokens = out[0, len(prompt) :].tolist()
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         logits = model(out, use_cache=False).logits[0, len(prompt) - 1 : -1]
-        expected.append(Expected(prompt, tokens, logits.clone()))
+        expected.append(Expected(prompt, out[0, len(prompt) :].tolist(), logits.clone()))
     return expected
 
 
@@ -121,3 +105,77 @@ def engine_for(
 def greedy(max_tokens: int = NEW_TOKENS) -> SamplingParams:
     """Greedy, never stopping early."""
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+class Recorder(Sampler):
+    """Wrapper of a sampler that records the logits of every step of every request."""
+
+    def __init__(self, sampler):
+        vars(self).update(vars(sampler))
+        self.sampler = sampler
+        self.logits: dict[str, list[Tensor]] = {}
+
+    def sample(self, logits, rows):
+        for row_logits, request in zip(logits, rows, strict=True):
+            self.logits.setdefault(request.request_id, []).append(row_logits.clone())
+        return self.sampler.sample(logits, rows)
+
+
+def largest_difference(ours, theirs) -> float:
+    """Of the logits of two runs."""
+    assert ours.keys() == theirs.keys()
+    pairs = (pair for key in ours for pair in zip(ours[key], theirs[key], strict=True))
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+@dataclass
+class Answers:
+    """Results of requests: logits and usages by id, tokens by id and index of the output."""
+
+    logits: dict[str, list[Tensor]] = field(default_factory=dict)
+    usages: dict[str, Usage] = field(default_factory=dict)
+    tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    deltas: list[OutputDelta] = field(default_factory=list)
+
+
+def answer(
+    engine: Engine,
+    requests: Iterable[GenerationRequest] = (),
+    *,
+    cancel: Iterable[tuple[str, int]] = (),
+    before_step: Callable[[Engine], object] = lambda engine: None,
+) -> Answers:
+    """Run requests together to the end, with the engine's checks after each step; none fails.
+
+    Args:
+        cancel: ids of requests, and the steps, from 1 on, before which they are cancelled.
+    """
+    sampler, steps = engine.sampling_step.sampler, 0
+    recorder = engine.sampling_step.sampler = Recorder(sampler)
+    found = Answers(recorder.logits)
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        steps += 1
+        assert steps < 20_000, "no progress"
+        for name, at in cancel:
+            if steps == at:
+                engine.cancel(name)
+        before_step(engine)
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+            found.deltas.append(delta)
+            found.tokens.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+            if delta.usage is not None:
+                found.usages[delta.request_id] = delta.usage
+        engine.check()
+    engine.sampling_step.sampler = sampler
+    return found
+
+
+def requests_of(prompts: dict[str, list[int]], new_tokens: int, **options) -> list:
+    """Greedy requests with these ids."""
+    return [
+        GenerationRequest(prompt, greedy(new_tokens), request_id=name, **options)
+        for name, prompt in prompts.items()
+    ]

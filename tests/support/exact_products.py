@@ -1,16 +1,10 @@
 """Makes runs bit-equal for all batch shapes.
 
-Matrix products round otherwise in batches of other shapes, by 1e-7 of a number. Codes are whole
-numbers: where one lies between two of them, that is enough to make it the other, and logits are
-apart by 1e-2. Here products are computed in float64 and rounded once, which differs from batch to
-batch in one number of 1e8. So are activations: PyTorch computes the last numbers of a tensor, those
-that do not fill a vector register, by another function than the others, so the batch's size decides
-how a number is rounded (SiLU and GELU, AVX2 and AVX-512; the complex products of Llama 4's RoPE).
-
-Keys stored before RoPE are rotated to their indices among the slots that a step reads. In a lane
-with a window these indices depend on the chunks; the products of rotated queries and keys do not,
-but for the rounding of the rotation. It is in float64 too. Keys that are recomputed from stored
-activations keep the model's own rotation: so they equal those that its layers computed.
+Matrix products and activations round otherwise in batches of other shapes, by 1e-7 of a number; a
+code that lies between two whole numbers then is the other one, and logits are apart by 1e-2. Here
+they are computed in float64 and rounded once, which differs in one number of 1e8. So is the
+rotation of keys that are stored before RoPE. Keys recomputed from stored activations keep the
+model's own rotation: so they equal those that its layers computed.
 """
 
 import pytest
@@ -27,8 +21,7 @@ from quire.models.rotary import Rotary
 
 
 def use_exact_products(patch: pytest.MonkeyPatch) -> None:
-    """Compute linear layers, activations and the portable backends' attention in float64, and
-    attend to codes with these: C computes in float32."""
+    """Compute in float64: linear layers, activations, and portable attention, also to codes."""
 
     patch.setattr(nn.functional, "linear", _in_float64(nn.functional.linear))  # experts too
     patch.setattr(torch, "bmm", _in_float64(torch.bmm))  # of all experts of Llama 4

@@ -1,8 +1,4 @@
-"""Programs in forked processes: a test gets its process in a tenth of a second.
-
-A new interpreter loads torch, Transformers and the server for three seconds. Here one process loads
-them, forks for each program, and reports how the program ended.
-"""
+"""Programs in forked processes: one process loads torch, Transformers and the server for all."""
 
 import atexit
 import importlib
@@ -26,12 +22,7 @@ LOADED = ("torch", "quire.api.llm", "quire.cli.batch", "quire.cli.main", "quire.
 
 
 class Program:
-    """A running function, with the methods of `subprocess.Popen` that tests need.
-
-    Args:
-        function: "module:name" of the function, which ends the process when it returns.
-        arguments: its arguments; values of JSON.
-    """
+    """A running function "module:name" with the methods of `subprocess.Popen` that tests need."""
 
     def __init__(self, function: str, *arguments: object) -> None:
         if not hasattr(os, "fork"):
@@ -95,11 +86,7 @@ def _forker() -> socket.socket:
 
 
 def fork_programs(number: int) -> None:
-    """Fork for each request; runs in the process of `_forker`.
-
-    Args:
-        number: file number of the socket.
-    """
+    """Fork for each request of the socket with this file number; runs in its own process."""
     for name in LOADED:
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
@@ -160,12 +147,7 @@ def run_quire(*arguments: str) -> None:
 
 
 def run_batch_until(call: int | None, *arguments: str) -> None:
-    """Run `quire batch`; print the number of calls of its functions at the end.
-
-    Args:
-        call: number of the call at which the process kills itself; None: none.
-        arguments: of the command.
-    """
+    """Run `quire batch`, which kills itself at a call; print the number of calls."""
     from quire.cli import batch_files
 
     # written often, so that kills occur at many states of the file, and never by the time

@@ -27,30 +27,13 @@ from support.model_specs import small_spec
 CPU = torch.device("cpu")
 NUM_HEADS, NUM_KV_HEADS, WINDOW, PAGE = 4, 2, 9, 4
 DIMS = HEAD_DIM, VALUE_DIM = 8, 16
-MODEL = small_spec(
-    None,
-    WINDOW,
-    None,
-    num_heads=NUM_HEADS,
-    num_kv_heads=NUM_KV_HEADS,
-    head_dim=HEAD_DIM,
-    value_dim=VALUE_DIM,
-    hidden_size=32,
-)
+MODEL = small_spec(None, WINDOW, None, value_dim=VALUE_DIM)
 MATH = AttentionMath(scale=0.5)
 
 
 @dataclass
 class Token:
-    """One token of a layer.
-
-    Attributes:
-        position: its position.
-        exact: key and value in full precision.
-        decoded: decoded key and value; None until they are encoded.
-        promoted: decoded quantization residual of key and value, for each KV head that has a
-            record.
-    """
+    """A token of a layer: key and value, decoded ones, and decoded residuals by promoted head."""
 
     position: int
     exact: tuple[torch.Tensor, torch.Tensor]
@@ -66,11 +49,7 @@ class Lane:
 
 
 class Account:
-    """The keys and values that every query must attend to.
-
-    Args:
-        text: the KV format.
-    """
+    """The keys and values that every query must attend to."""
 
     def __init__(self, text: str) -> None:
         self.form = read_format(text)
@@ -101,12 +80,8 @@ class Account:
     def attended(self, row: int, layer: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [token, head, head_dim] that the query at `position` attends to."""
         window = MODEL.layers[layer].window or 1 << 30
-        found = [
-            (page, token)
-            for page in self.rows[row][1][layer].pages
-            for token in page
-            if token.position > position - window
-        ]
+        pages = self.rows[row][1][layer].pages
+        found = [(p, token) for p in pages for token in p if token.position > position - window]
         return tuple(
             torch.stack([self._vector(page, token, position, side) for page, token in found])
             for side in (0, 1)
@@ -127,33 +102,22 @@ class Account:
         """Add records of a token for some KV heads."""
         records = self.form.promoted
         codecs = [*map(make_codec, (records.key, records.value), DIMS)]
-        for page in self.rows[row][1][layer].pages:
-            for token in page:
-                if token.position == position:
-                    for head in heads:
-                        token.promoted[head] = tuple(
-                            codec.decode(codec.encode((exact - code)[None, head, None]))[0, 0]
-                            for codec, exact, code in zip(
-                                codecs, token.exact, token.decoded, strict=True
-                            )
-                        )
+        tokens = [token for page in self.rows[row][1][layer].pages for token in page]
+        for token in (token for token in tokens if token.position == position):
+            sides = list(zip(codecs, token.exact, token.decoded, strict=True))
+            for head in heads:
+                token.promoted[head] = tuple(
+                    codec.decode(codec.encode((exact - code)[None, head, None]))[0, 0]
+                    for codec, exact, code in sides
+                )
 
 
 class CheckedMemory:
-    """A KV memory and its account, always in the same state.
-
-    Args:
-        text: the KV format.
-        backend: the attention backend.
-        evicting: tokens can be evicted from full lanes.
-        heads_apart: each KV head has separate lanes.
-        seed: seed of all random numbers.
-    """
+    """A KV memory and its account, always in the same state."""
 
     def __init__(self, text, backend, seed=0, *, evicting=False, heads_apart=False):
-        layout = layout_for(
-            MODEL, codec=text, page_tokens=PAGE, evicting=evicting, heads_apart=heads_apart
-        )
+        options = {"evicting": evicting, "heads_apart": heads_apart}
+        layout = layout_for(MODEL, codec=text, page_tokens=PAGE, **options)
         total_bytes = layout.smallest_sequence_bytes * 60
         self.kv = allocate_kv(layout, total_bytes, 8, device=CPU, backend=backend)
         self.kv.store.arena.fill_(0xFF)
@@ -199,15 +163,9 @@ class CheckedMemory:
                 exact = key[index], value[index]
                 self.account.append(row, layer, position, exact, decoded[index])
                 seen_key, seen_value = self.account.attended(row, layer, position)
-                attended, _ = attend_reference(
-                    query[index][None],
-                    seen_key,
-                    seen_value,
-                    math=MATH,
-                    query_positions=torch.tensor([len(seen_key)]),
-                    key_positions=torch.arange(len(seen_key)),
-                )
-                out.append(attended)
+                places = torch.tensor([len(seen_key)]), torch.arange(len(seen_key))
+                named = {"query_positions": places[0], "key_positions": places[1], "math": MATH}
+                out.append(attend_reference(query[index][None], seen_key, seen_value, **named)[0])
                 index += 1
         return torch.cat(out)
 

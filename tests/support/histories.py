@@ -1,8 +1,7 @@
-"""Sequences with past evictions, and plainly computed statistics that a policy may read.
+"""Sequences with past evictions, and statistics that a policy may read, plainly in float64.
 
 Tokens are processed one at a time: a token is cached, then attends to all cached tokens; at some
-times a few tokens are evicted. Everything is float64 and follows the definitions, so that
-policies can be compared with it.
+times a few tokens are evicted.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,8 +23,6 @@ class History:
     """One sequence; lane = layer * heads + KV head.
 
     Attributes:
-        heads: KV heads of a layer.
-        layers: numbers of the layers.
         cached: cached positions of each lane, ascending.
         keys, values: [lane, token, dim], of all tokens including evicted ones; keys after RoPE.
         raw: queries before RoPE, [lane, group, token, dim].
@@ -217,16 +214,9 @@ def make_history(
     ragged: bool = True,
     fixed: int = 4,
 ) -> History:
-    """Draw a history.
+    """Draw a history with some random tokens evicted at `evictions` times.
 
     Args:
-        tokens: of the sequence.
-        layers: numbers of the layers.
-        heads: KV heads of each.
-        group: query heads of a KV head.
-        dim: of a head.
-        evictions: number of times at which a few random tokens are evicted.
-        seed: of the draw.
         ragged: lanes evict different numbers of tokens; else the lanes of a layer evict the same.
         fixed: number of first and of last tokens that are never evicted.
     """

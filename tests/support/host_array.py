@@ -10,13 +10,7 @@ class CopyFailed(Exception):
 
 
 class HostArray:
-    """Copies synchronously between a `HostBytes` and an array of bytes.
-
-    Attributes:
-        bytes: the array.
-        fail_after: number of calls before one raises; None: no call raises.
-        copy_sizes: bytes of each copy.
-    """
+    """Copies synchronously between a `HostBytes` and an array; raises after `fail_after` calls."""
 
     def __init__(self, store, total_bytes):
         self.store = store

@@ -18,19 +18,12 @@ class HostBytes:
 
     A slot is addressed as (pages, offsets), two arrays; its planes are raw bytes
     [slots, heads, codes + metadata].
-
-    Attributes:
-        arena: all bytes.
-        copied_pages, moved_slots, cleared_pages: totals since the start.
-        num_copies: number of calls of `copy_pages`.
     """
 
     def __init__(self, total_bytes):
         self.arena = np.full(total_bytes, POISON, dtype=np.uint8)
         self._views = {}  # (page class, first byte of its first plane) -> planes
         self.copied_pages = self.moved_slots = self.cleared_pages = self.num_copies = 0
-
-    # ---- PageBytes -----------------------------------------------------------------------------
 
     def copy_pages(self, page_class, source, target):
         assert not set(source.tolist()) & set(target.tolist())
@@ -52,8 +45,6 @@ class HostBytes:
 
     def write_pages(self, page_class, pages, payload):
         self.pages_of(page_class)[pages] = payload
-
-    # ---- slots ---------------------------------------------------------------------------------
 
     def write_slots(self, page_class, places, planes, positions):
         """Write the vectors of each plane; `positions` are ignored if the class has none."""
@@ -78,8 +69,6 @@ class HostBytes:
             positions = self._positions(page_class)[page, offset]
         return planes, positions
 
-    # ---- views ---------------------------------------------------------------------------------
-
     def pages_of(self, page_class):
         """The arena seen as pages of one class, [pages, page_bytes]."""
         size = page_class.page_bytes
@@ -103,8 +92,6 @@ class HostBytes:
     def _positions(self, page_class):
         start = page_class.positions_offset_bytes
         return self.pages_of(page_class)[:, start : start + 4 * page_class.tokens].view(np.int32)
-
-    # ---- poison --------------------------------------------------------------------------------
 
     def poison_free(self, memory):
         """Overwrite every byte outside pages in use, so that reads of stale pages are detected."""

@@ -1,7 +1,6 @@
-"""Finds the operations of a step at which the CPU would wait for a device, on any machine.
+"""Finds operations at which the CPU would wait for a device, with torch's "meta" device.
 
-The device is torch's "meta" device: its tensors have no data, so that reading them raises an error.
-Copies to it do not raise; the mode records those that would wait on a CUDA device.
+Reading its tensors raises; copies to it that would wait on a CUDA device are recorded.
 """
 
 from collections.abc import Iterator
@@ -14,30 +13,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.models.adapter import TransformersDecoder
-from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
 from quire.models.native_linear import matrix
 from quire.models.observing import OutputProjections
 from support import zoo
+from support.engines import loaded
 
 DEVICE = torch.device("meta")
-READING = (
-    torch.ops.aten._local_scalar_dense,
-    torch.ops.aten.nonzero,
-    torch.ops.aten.masked_select,
-    torch.ops.aten.equal,
-    torch.ops.aten.is_nonzero,
-    torch.ops.aten.unique_dim,
-    torch.ops.aten._unique2,
-)
+NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique_dim")
+READING = tuple(getattr(torch.ops.aten, name) for name in (*NAMES, "_unique2"))
 
 
 class HostWaits(TorchDispatchMode):
-    """Records operations that wait for the device.
-
-    Attributes:
-        found: a description of each.
-    """
+    """Records operations that wait for the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,9 +43,7 @@ class HostWaits(TorchDispatchMode):
 def _reads(func: Any, args: tuple[Any, ...]) -> Iterator[str]:
     """Yield a description of a call that reads the data of a tensor on the device."""
     packet = func.overloadpacket
-    if packet in READING and any(
-        isinstance(arg, Tensor) and arg.device.type != "cpu" for arg in args
-    ):
+    if packet in READING and any(isinstance(a, Tensor) and a.device.type != "cpu" for a in args):
         yield str(func)
     if packet is torch.ops.aten.index and any(
         isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
@@ -66,10 +52,7 @@ def _reads(func: Any, args: tuple[Any, ...]) -> Iterator[str]:
 
 
 def _copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> bool:
-    """Whether a call copies between devices and waits for the copy.
-
-    Numbers without dimensions are passed to kernels as arguments.
-    """
+    """Whether a call copies between devices and waits; scalars are arguments of kernels."""
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     tensors = [one for one in given.values() if isinstance(one, Tensor) and one.dim()]
@@ -88,14 +71,12 @@ class DatalessDecoder(TransformersDecoder):
     """A decoder on the "meta" device, whose RoPE cannot be probed."""
 
     def prepare_pre_rope(self) -> str | None:
-        """See `Decoder.prepare_pre_rope`."""
         return "its weights have no data"
 
     def rotations(self, variant: int) -> None:
         """See `Decoder.rotations`."""
 
     def output_projections(self) -> OutputProjections:
-        """See `Decoder.output_projections`."""
         attentions = [one for one in self.model.modules() if hasattr(one, "o_proj")]
         reads = {one.layer_idx: [partial(matrix, one.o_proj)] for one in attentions}
         return OutputProjections(reads, self.spec.heads)
@@ -103,12 +84,4 @@ class DatalessDecoder(TransformersDecoder):
 
 def dataless(architecture: str) -> LoadedModel:
     """A zoo model on the "meta" device."""
-    decoder = DatalessDecoder(zoo.build(architecture).to(DEVICE))
-    return LoadedModel(
-        decoder=decoder,
-        tokenizer=None,
-        generation=GenerationDefaults(),
-        spec=decoder.spec,
-        name=architecture,
-        weight_bytes=0,
-    )
+    return loaded(DatalessDecoder(zoo.build(architecture).to(DEVICE)), architecture)

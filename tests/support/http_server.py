@@ -10,9 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 def answering(respond):
     """Run a server; yields its URL.
 
-    Args:
-        respond: called with (path, body of JSON or None, headers); returns (status, headers, body).
-            A list as body is sent as chunks of an event stream.
+    `respond(path, body of JSON or None, headers)` returns (status, headers, body); a list
+    as body is sent as chunks of an event stream.
     """
 
     class Handler(BaseHTTPRequestHandler):

@@ -23,10 +23,7 @@ FAILURES = (
 
 
 def interpreted(name):
-    """Import a module of `quire.kernels.triton`.
-
-    Skips the module of tests where Triton is not installed, or compiles its kernels for a GPU.
-    """
+    """Import a module of `quire.kernels.triton`, or skip the tests where it is not interpreted."""
     reason = why_no_triton(CPU)
     if reason is not None:
         pytest.skip(f"no interpreter of Triton: {reason}", allow_module_level=True)
@@ -35,11 +32,7 @@ def interpreted(name):
 
 
 def make_interpreter_faster():
-    """Let Triton's interpreter patch the language of each module once, without overflow checks.
-
-    Otherwise it patches it at every call of a function in a kernel, which takes half of the time
-    of a launch.
-    """
+    """Let Triton patch each module once, not at every call in a kernel: half of a launch's time."""
     from triton.runtime import interpreter
 
     if hasattr(interpreter, "quire_patched"):
@@ -56,9 +49,8 @@ def make_interpreter_faster():
 
     vars(interpreter).update(_patch_lang=patch_new)  # Triton has no setting for this
     # the check of every integer operation for an overflow takes a third of the time
-    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
-        sanitize_overflow=False
-    )
+    options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter.interpreter_builder.options = options
 
 
 class Refusing(GatheredAttention):

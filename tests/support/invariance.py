@@ -14,12 +14,12 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.models.adapter import TransformersDecoder
-from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
 from quire.scheduler.peaks import Need
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step import StepPlan
 from support import zoo
+from support.engines import loaded
 from support.kv_options import kv_config
 
 NEW_TOKENS = 24
@@ -34,15 +34,7 @@ PROMPTS = [
 def model_of(architecture: str, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:
     in_zoo = zoo.ARCHITECTURES | zoo.LATENT | zoo.HYBRID | zoo.OWN_ATTENTION | zoo.OTHERS
     build = zoo.build if architecture in in_zoo else tiny.build
-    decoder = TransformersDecoder(build(architecture).to(dtype))
-    return LoadedModel(
-        decoder=decoder,
-        tokenizer=None,
-        generation=GenerationDefaults(),
-        spec=decoder.spec,
-        name=architecture,
-        weight_bytes=0,
-    )
+    return loaded(TransformersDecoder(build(architecture).to(dtype)), architecture)
 
 
 @dataclass
@@ -56,27 +48,15 @@ class Run:
 
 
 def params_of(number: int) -> SamplingParams:
-    temperature = 0.0 if number % 2 else 0.9
-    return SamplingParams(
-        max_tokens=NEW_TOKENS,
-        temperature=temperature,
-        top_p=0.95,
-        seed=number,
-        logprobs=3,
-        ignore_eos=True,
-    )
+    drawn = {"temperature": 0.0 if number % 2 else 0.9, "top_p": 0.95, "seed": number}
+    return SamplingParams(max_tokens=NEW_TOKENS, logprobs=3, ignore_eos=True, **drawn)
 
 
 FOLLOWED_BY = [7, 8, 9, 10, 11]
 
 
 def run(
-    model: LoadedModel,
-    numbers: list[int],
-    kv: dict | None = None,
-    *,
-    turns: int = 1,
-    **schedule,
+    model: LoadedModel, numbers: list[int], kv: dict | None = None, *, turns: int = 1, **schedule
 ) -> Run:
     """Run requests together, and then their later turns, each after prompt and output."""
     config = kv_config(**{"memory": "16MiB", "enable_prefix_caching": False, **(kv or {})})
@@ -144,13 +124,10 @@ def drawn(model: LoadedModel, rng: random.Random, kv: dict | None = None) -> tup
     preempt = rng.choice(("recompute", "recompute", "swap", "auto"))
     requested = {"memory": memory, "swap_space": 0 if preempt == "recompute" else "1MiB"}
     requested["enable_prefix_caching"] = rng.random() < 0.5
-    schedule = {
-        "kv": {**requested, **(kv or {})},
-        "chunk_tokens": rng.choice((2, 7, 16, 40, 2048)),
-        "max_num_batched_tokens": rng.choice((16, 50, 2048)),
-        "max_num_seqs": rng.choice((3, 8, 16)),
-        "preempt": preempt,
-    }
+    schedule = {"kv": {**requested, **(kv or {})}, "preempt": preempt}
+    schedule["chunk_tokens"] = rng.choice((2, 7, 16, 40, 2048))
+    schedule["max_num_batched_tokens"] = rng.choice((16, 50, 2048))
+    schedule["max_num_seqs"] = rng.choice((3, 8, 16))
     return schedule, rng.sample(range(len(PROMPTS)), rng.randint(5, len(PROMPTS)))
 
 

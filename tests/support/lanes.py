@@ -152,7 +152,6 @@ class ScoredLanes:
 
     Args:
         lanes: `Lanes` of one new token a row; the numbers that the pages hold, or decode to.
-        ring: `QueryRing` of the queries.
         group: query heads of a KV head.
         pages: pages of codes with these numbers; default: those of `lanes`.
     """
@@ -179,10 +178,8 @@ class ScoredLanes:
             .flatten(0, 1)
             for plane in (plain.key, plain.value)
         )
-        records = torch.randn(
-            len(held) * heads, ring.window, group * dim + 1, generator=generator
-        ).to(lanes.dtype)
-        records = records.float() * spread
+        shape = len(held) * heads, ring.window, group * dim + 1
+        records = torch.randn(shape, generator=generator).to(lanes.dtype).float() * spread
         newest = positions.amax(dim=1).repeat_interleave(heads)
         stored = newest[:, None] + 2 - torch.arange(ring.window)  # the position after the query's
         records[:, :, -1] = stored.clamp_min(0)
@@ -195,14 +192,9 @@ class ScoredLanes:
         self._table, self._order, self._held = table, order, held
         self.positions, self._lane_positions = positions.repeat_interleave(heads, dim=0), positions
         scales = tuple((torch.rand(len(held), generator=generator) * 0.3 + 0.05).tolist())
-        self._view = {
-            "next_position": int(positions.max()) + 1,
-            "heads_per_layer": heads,
-            "statistics": {ring.name: records},
-            "head_dim": dim,
-            "layer_scales": scales,
-            "group": group,
-        }
+        self._view = {"statistics": {ring.name: records}, "head_dim": dim, "group": group}
+        self._view |= {"next_position": int(positions.max()) + 1, "heads_per_layer": heads}
+        self._view["layer_scales"] = scales
 
     def keys(self):
         return self._keys

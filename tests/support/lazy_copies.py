@@ -20,12 +20,7 @@ class LazyCopy:
 
 
 class LazyWorker:
-    """Runs copies in order, each at the last moment that the ordering allows.
-
-    Attributes:
-        num_run: copies that have run.
-        queued: all copies.
-    """
+    """Runs copies in order, each at the last moment that the ordering allows."""
 
     def __init__(self):
         self.num_run, self.queued = 0, []

@@ -1,9 +1,7 @@
-"""Python objects that generated tokens leave, measured in a process of its own.
+"""Python objects that generated tokens leave: `python -m support.left_objects`.
 
-    python -m support.left_objects
-
-Type checks of tests keep objects. The last line of the output is a JSON list with one object per KV
-memory.
+Runs in a process of its own, as type checks of tests keep objects. The last line of the output is a
+JSON list with one object per KV memory.
 """
 
 import gc
@@ -41,15 +39,13 @@ def arrive(engine: Engine, rng: random.Random) -> None:
     for _ in range(rng.randint(0, 3)):
         length = rng.randint(1, MAX_PROMPT_TOKENS)
         prompt = [rng.randrange(engine.model.spec.vocab_size) for _ in range(length)]
-        params = SamplingParams(
-            max_tokens=rng.randint(1, MAX_NEW_TOKENS),
-            temperature=rng.choice([0.0, 1.0]),
-            top_p=rng.choice([0.9, 1.0]),
-            repetition_penalty=rng.choice([1.0, 1.1]),
-            logprobs=rng.choice([None, None, None, 3]),
-            seed=rng.getrandbits(32),
-            ignore_eos=True,
-        )
+        drawn = {
+            "max_tokens": rng.randint(1, MAX_NEW_TOKENS),
+            "temperature": rng.choice([0.0, 1.0]),
+        }
+        drawn |= {"top_p": rng.choice([0.9, 1.0]), "repetition_penalty": rng.choice([1.0, 1.1])}
+        drawn |= {"logprobs": rng.choice([None, None, None, 3]), "seed": rng.getrandbits(32)}
+        params = SamplingParams(**drawn, ignore_eos=True)
         request_id = engine.submit(GenerationRequest(prompt, params))
         if rng.random() < CANCELLED:
             engine.cancel(request_id)

@@ -1,9 +1,7 @@
-"""Resident memory while a model is loaded, measured in a process of its own.
+"""Resident memory of a load: `python -m support.load_memory FOLDER IMPL,CODEC,DTYPE ...`.
 
-    python -m support.load_memory FOLDER IMPL,CODEC,DTYPE ...
-
-A test process holds freed memory and threads of the tests before, so its resident memory changes
-for other reasons. The last line of the output is a JSON list with one object per load.
+A test process holds freed memory and threads of the tests before. The last line of the output is a
+JSON list with one object per load.
 """
 
 import gc
@@ -26,8 +24,7 @@ class LoadMemory:
     """Bytes of one load.
 
     Attributes:
-        peak_bytes: highest resident memory above that before the load.
-        added_bytes: resident memory after the load above that before.
+        peak_bytes, added_bytes: resident memory during and after the load, above that before.
         weight_bytes: as the loaded model counts them.
         stored_bytes: of the checkpoint, at two bytes per parameter.
     """
@@ -61,9 +58,8 @@ def _measure(folder: str, impl: str, codec: str, dtype: str) -> LoadMemory:
     trim_free_memory()
     before = resident_bytes("VmRSS")
     RESET.write_text("5")
-    loaded = load_model(
-        folder, device="cpu", dtype=dtype, model_impl=impl, weight_codec=codec, verify=False
-    )
+    options = {"dtype": dtype, "model_impl": impl, "weight_codec": codec, "verify": False}
+    loaded = load_model(folder, device="cpu", **options)
     return LoadMemory(
         peak_bytes=resident_bytes("VmHWM") - before,
         added_bytes=resident_bytes("VmRSS") - before,

@@ -2,9 +2,7 @@
 
 The model of a lane is {position: bytes}. Groups of different page sizes, with and without order,
 window and sharing, use one arena that is small enough to run out of pages. Rows have the private
-groups that they requested: one record per slot of the ragged lanes, moved with the slots, and fixed
-ones. An index plane is beside latents in lanes with order, and beside keys and values in ragged
-ones, which exist only here, as does a small recurrent state.
+groups that they requested. Some kinds exist only here: an index plane in ragged lanes, and a state.
 """
 
 from dataclasses import dataclass, replace
@@ -12,13 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.block_records import BlockRecords, SnapshotRecords
@@ -53,27 +45,17 @@ def page_class(codec, *names, heads, head_dim, **shape):
 
 BODY = page_class("bfloat16", heads=2, tokens=4, head_dim=2)
 INDEX = PlaneSpec("index", codec_spec("int8"), 2)  # a test-only kind: it follows its key
-RAGGED = PageClass(
-    planes=(
-        *(PlaneSpec(name, codec_spec("bfloat16"), 4) for name in (KEY, VALUE)),
-        INDEX,
-    ),
-    tokens=8,
-    positions=True,
-)
+_RAGGED = *(PlaneSpec(name, codec_spec("bfloat16"), 4) for name in (KEY, VALUE)), INDEX
+RAGGED = PageClass(planes=_RAGGED, tokens=8, positions=True)
 LATENTS = latent_class(tokens=8)
 INT8 = page_class("int8", heads=3, tokens=4, head_dim=6)
 NARROW = page_class("float16", heads=5, tokens=2, head_dim=7, positions=True)
 SUMS = page_class("float32", NUMBERS, heads=2, tokens=3, head_dim=4)
-SLOT_SUMS = page_class("float32", NUMBERS, heads=1, tokens=8, head_dim=3)
+SLOTS = page_class("float32", NUMBERS, heads=1, tokens=8, head_dim=3)
 RING = page_class("float32", NUMBERS, heads=1, tokens=2, head_dim=5)
-STATE = PageClass(  # a test-only kind: a recurrent state, one record per row
-    planes=(
-        PlaneSpec("convolution", codec_spec("bfloat16"), 5, 3),
-        PlaneSpec("recurrent", codec_spec("float32"), 7),
-    ),
-    tokens=1,
-)
+_CONVOLUTION = PlaneSpec("convolution", codec_spec("bfloat16"), 5, 3)
+_RECURRENT = PlaneSpec("recurrent", codec_spec("float32"), 7)
+STATE = PageClass(planes=(_CONVOLUTION, _RECURRENT), tokens=1)  # test-only: one record per row
 LAYOUT = CacheLayout(
     (
         LaneGroup(name="body", page_class=BODY, layers=(0, 3)),
@@ -84,9 +66,7 @@ LAYOUT = CacheLayout(
         LaneGroup(name="chunk", page_class=NARROW, layers=(6,), chunk=CHUNK, readers=2),
         LaneGroup(name="sums", page_class=SUMS, layers=(0, 1, 2, 3, 4), private=True),
         LaneGroup(name="more sums", page_class=SUMS, layers=(1,), private=True),
-        LaneGroup(
-            name="slot sums", page_class=SLOT_SUMS, layers=(1,), lanes_per_layer=3, of="ragged"
-        ),
+        LaneGroup(name="slot sums", page_class=SLOTS, layers=(1,), lanes_per_layer=3, of="ragged"),
         LaneGroup(name="ring", page_class=RING, layers=(1,), lanes_per_layer=3, records=3),
         LaneGroup(name="state", page_class=STATE, layers=(5, 7), records=1),
     )
@@ -157,8 +137,6 @@ class MemoryMachine(RuleBasedStateMachine):
         self.cached_references = remaining
         return (before > 1) & (self.memory.pools[page_class].ref_counts[pages] == 1)
 
-    # ---- start, grow, release ------------------------------------------------------------------
-
     @precondition(lambda self: len(self.rows) < MAX_ROWS)
     @rule(tokens=st.integers(0, 30), used=st.sets(st.sampled_from(PRIVATE)), kind=KINDS)
     def start(self, tokens, used, kind):
@@ -224,8 +202,6 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.release(sorted(rows))
         for row in rows:
             del self.rows[row]
-
-    # ---- shrinking -----------------------------------------------------------------------------
 
     @precondition(lambda self: self.rows)
     @rule(
@@ -316,13 +292,10 @@ class MemoryMachine(RuleBasedStateMachine):
         if any(len(lane) < sequence.length for lane in ragged):
             return False
         for name, first in first_visible(length).items():
-            if max(0, first) < length and min(sequence.lanes[name, 0], default=length) > max(
-                0, first
-            ):
+            oldest, first = min(sequence.lanes[name, 0], default=length), max(0, first)
+            if first < length and oldest > first:
                 return False
         return True
-
-    # ---- sharing -------------------------------------------------------------------------------
 
     @precondition(lambda self: self.rows)
     @rule(pick=SEEDS)
@@ -394,10 +367,8 @@ class MemoryMachine(RuleBasedStateMachine):
     def start_from_cached(self, pick, used, kind, source):
         """Start from a cached reference, with the statistics of a complete row of that length."""
         cached_reference, prefix = self.cached_references[pick % len(self.cached_references)]
-        sources = [
-            row for row in self.shareable_rows() if self.rows[row].length == cached_reference.end
-        ]
-        sources = [row for row in sources if self.has_complete_statistics(row)]
+        ends = [r for r in self.shareable_rows() if self.rows[r].length == cached_reference.end]
+        sources = [row for row in ends if self.has_complete_statistics(row)]
         snapshot = None
         if sources and source % 2:
             source_row = sources[source % len(sources)]
@@ -482,8 +453,6 @@ class MemoryMachine(RuleBasedStateMachine):
             for lane in range(table.group.num_lanes):
                 self.write(table, row, lane, 0, int(table.num_slots[row, lane]))
 
-    # ---- swapping ------------------------------------------------------------------------------
-
     @precondition(lambda self: self.rows)
     @rule(picks=st.lists(SEEDS, min_size=1, max_size=3))
     def swap_out(self, picks):
@@ -528,8 +497,6 @@ class MemoryMachine(RuleBasedStateMachine):
         if slabs <= self.memory.arena.num_slabs:  # as admission ensures
             repack(self.memory, row)
             assert {c: pool.num_used for c, pool in self.memory.pools.items()} == used
-
-    # ---- invariants ----------------------------------------------------------------------------
 
     @invariant()
     def check_accounts(self):
@@ -580,8 +547,6 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.memory.arena.num_free_slabs == self.memory.arena.num_slabs
         assert self.bytes_in_use() == 0
 
-    # ---- helpers -------------------------------------------------------------------------------
-
     def pick_row(self, pick):
         return sorted(self.rows)[pick % len(self.rows)]
 
@@ -623,11 +588,8 @@ class MemoryMachine(RuleBasedStateMachine):
             found[page_class] = (pool.ref_counts.tobytes(), pool.held_slabs, pool.free_bytes)
         rows = memory.live_rows
         found["rows"] = (memory.lengths[rows].tolist(), memory.peak_bytes[rows].tolist())
-        found["arena"] = (
-            memory.arena.free_slabs,
-            memory.arena_peak_bytes,
-            sorted(memory.cached_references),
-        )
+        arena = memory.arena
+        found["arena"] = arena.free_slabs, memory.arena_peak_bytes, sorted(memory.cached_references)
         found["bytes"] = self.store.arena.tobytes()
         return found
 
@@ -669,20 +631,12 @@ class MemoryMachine(RuleBasedStateMachine):
     def write(self, table, row, lane, start, end):
         """Write new bytes into slots [start, end) of a lane; its pages must be unshared."""
         page_class, slots = table.group.page_class, np.arange(start, end)
-        page, offset = (
-            table.pages[row, lane, slots // page_class.tokens],
-            slots % page_class.tokens,
-        )
+        per_page = page_class.tokens
+        page, offset = table.pages[row, lane, slots // per_page], slots % per_page
         assert (self.memory.pools[page_class].ref_counts[page] == 1).all()
-        planes = [
-            self.random.integers(
-                0,
-                256,
-                (len(slots), plane.heads, sum(vector_bytes(plane.codec, plane.width))),
-                dtype=np.uint8,
-            )
-            for plane in page_class.planes
-        ]
+        widths = ((p.heads, sum(vector_bytes(p.codec, p.width))) for p in page_class.planes)
+        shapes = [(len(slots), *width) for width in widths]
+        planes = [self.random.integers(0, 256, shape, dtype=np.uint8) for shape in shapes]
         tokens = self.rows[row].lanes[table.group.name, lane]
         length = self.rows[row].length
         positions = np.arange(length, length + len(slots))

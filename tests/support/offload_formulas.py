@@ -20,10 +20,7 @@ def step_seconds(
     """A step through all layers with nothing but KV and X on the wire: the first, then steady ones.
 
     Args:
-        rates: without `link_s`.
-        tokens: of each layer.
-        x_tokens: of these, recomputed.
-        num_layers: 1 or more.
+        tokens, x_tokens: of each layer, and of these, recomputed.
         chunks: equal segments of X; the KV of each is recomputed when it is loaded.
 
     Raises:

@@ -4,35 +4,18 @@ from quire.layout.model import ModelSpec
 
 
 def opt(hidden: int, layers: int, heads: int) -> ModelSpec:
-    return ModelSpec.from_config(
-        {
-            "model_type": "opt",
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "ffn_dim": 4 * hidden,
-            "vocab_size": 50_272,
-            "max_position_embeddings": 2048,
-        }
-    )
+    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    sizes = {"ffn_dim": 4 * hidden, "vocab_size": 50_272, "max_position_embeddings": 2048}
+    return ModelSpec.from_config({"model_type": "opt", **shape, **sizes})
 
 
 def llama(
     hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, kind: str = "llama"
 ) -> ModelSpec:
-    return ModelSpec.from_config(
-        {
-            "model_type": kind,
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": head_dim,
-            "intermediate_size": 14_336,
-            "vocab_size": 128_256,
-            "max_position_embeddings": 131_072,
-        }
-    )
+    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    shape |= {"num_key_value_heads": kv_heads, "head_dim": head_dim, "intermediate_size": 14_336}
+    sizes = {"vocab_size": 128_256, "max_position_embeddings": 131_072}
+    return ModelSpec.from_config({"model_type": kind, **shape, **sizes})
 
 
 OPT_6_7B, OPT_13B, OPT_30B = opt(4096, 32, 32), opt(5120, 40, 40), opt(7168, 48, 56)

@@ -20,18 +20,7 @@ from support.model_specs import small_spec
 
 CPU = torch.device("cpu")
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE = 4, 2, 8, 4
-MODEL = small_spec(
-    None,
-    None,
-    9,
-    None,
-    None,
-    None,
-    num_heads=NUM_HEADS,
-    num_kv_heads=NUM_KV_HEADS,
-    head_dim=HEAD_DIM,
-    hidden_size=32,
-)
+MODEL = small_spec(None, None, 9, None, None, None)
 FULL_LAYERS = 5
 MATH = AttentionMath(scale=0.5)
 

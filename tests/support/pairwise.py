@@ -8,14 +8,7 @@ import pytest
 
 
 def every_pair(**values: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrize a test with few cases that hold every pair of values of two parameters.
-
-    Most faults depend on one or two parameters; the full product of three or more has many times
-    as many cases.
-
-    Args:
-        values: values of each parameter, by its name.
-    """
+    """Parametrize a test with few cases that hold every pair of values of two parameters."""
     of_parameters = [list(one) for one in values.values()]
     cases = list(product(*(range(len(one)) for one in of_parameters)))
     missing = {pair for case in cases for pair in _pairs(case)}

@@ -39,19 +39,9 @@ def of_layers(history, policy, keep, piece):
         lane = number * history.heads
         tokens = history.cached[lane]
         heads_of_layer = range(number * per_layer, (number + 1) * per_layer)
-        of_head = [
-            dict(zip(tokens, scores[head].tolist(), strict=False)) for head in heads_of_layer
-        ]
-        protected_tokens = {
-            t for t, is_protected in zip(tokens, protected[lane], strict=False) if is_protected
-        }
-        yield (
-            layer,
-            tokens,
-            of_head,
-            protected_tokens,
-            [set(best(s, protected_tokens, keep)) for s in of_head],
-        )
+        of_head = [dict(zip(tokens, scores[h].tolist(), strict=False)) for h in heads_of_layer]
+        held = {t for t, is_one in zip(tokens, protected[lane], strict=False) if is_one}
+        yield layer, tokens, of_head, held, [set(best(s, held, keep)) for s in of_head]
 
 
 def plain_distance(signature, anchor):
@@ -111,13 +101,7 @@ def pieces_of(tokens, piece):
 
 
 def plain_set(policy, number, tokens, of_head, protected_tokens, signature_of, keep, piece):
-    """Select the tokens of one retained set.
-
-    Args:
-        number: of the set, for random choices.
-        of_head: scores of the set's query heads, by token.
-        signature_of: bits of a token.
-    """
+    """Select the tokens of one retained set: its number, scores by query head, bits of a token."""
     pieces = pieces_of(tokens, piece)
     protected_pieces = [p for p in pieces if protected_tokens & set(p) or len(p) < piece]
     free = [p for p in pieces if p not in protected_pieces]

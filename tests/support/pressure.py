@@ -1,7 +1,7 @@
 """Engines under memory pressure, with checks after each step.
 
-Slots that are not live are poisoned, swapped pages are compared byte for byte, and logits are
-compared with a forward pass over the tokens of one request alone.
+Slots that are not live are poisoned, swapped pages are compared byte for byte, and logits with a
+forward pass over the tokens of one request alone.
 """
 
 import random
@@ -26,7 +26,8 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo
 
 POISON = 0xFF  # four of them are a float32 NaN
-PAGE_TOKENS, CHUNK_TOKENS, STEP_TOKENS, MAX_RUNNING = 4, 8, 24, 8
+PAGE_TOKENS = 4
+STEPS = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "chunk_tokens": 8}
 LONGEST_PROMPT, MAX_NEW_TOKENS = 40, 10
 TENANTS = ("a", "b")
 
@@ -54,13 +55,9 @@ def _make_job(rng: random.Random, beginnings: list[list[int]], number: int) -> J
     prompt += [rng.randrange(2, zoo.VOCAB_SIZE) for _ in range(rest)]
     kind = rng.choice([{}, {}, {}, {"n": 2}, {"n": 3}, {"use_beam_search": True, "beam_width": 2}])
     temperature = None if "use_beam_search" in kind else rng.choice([0.0, 1.0])
-    params = SamplingParams(
-        max_tokens=rng.randint(1, MAX_NEW_TOKENS),
-        temperature=temperature,
-        seed=None if temperature is None else number,
-        ignore_eos=True,
-        **kind,
-    )
+    drawn = {"temperature": temperature, "seed": None if temperature is None else number}
+    max_tokens = rng.randint(1, MAX_NEW_TOKENS)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **drawn, **kind)
     return Job(prompt, params, rng.randint(-1, 1), rng.choice(TENANTS))
 
 
@@ -74,20 +71,10 @@ def engine_under(
     model: LoadedModel, room: float, *, host_room: float = 0.0, **schedule: object
 ) -> Engine:
     """An engine whose arena holds `room` of the largest request, its swap space `host_room`."""
-    config = ScheduleConfig(
-        max_num_seqs=MAX_RUNNING,
-        max_num_batched_tokens=STEP_TOKENS,
-        chunk_tokens=CHUNK_TOKENS,
-        admission="optimistic",
-        **schedule,
-    )
+    config = ScheduleConfig(**STEPS, admission="optimistic", **schedule)
     smallest = _smallest_memory(model)
-    kv = KVConfig(
-        memory=int(room * smallest),
-        swap_space=int(host_room * smallest),
-        page_tokens=PAGE_TOKENS,
-    )
-    return Engine(model, kv, config)
+    sizes = {"memory": int(room * smallest), "swap_space": int(host_room * smallest)}
+    return Engine(model, KVConfig(page_tokens=PAGE_TOKENS, **sizes), config)
 
 
 def _smallest_memory(model: LoadedModel) -> int:
@@ -102,11 +89,9 @@ _SMALLEST: dict[str, int] = {}  # by architecture
 
 
 def _takes_all(model: LoadedModel, size: int) -> bool:
-    config = ScheduleConfig(
-        max_num_seqs=MAX_RUNNING, max_num_batched_tokens=STEP_TOKENS, chunk_tokens=CHUNK_TOKENS
-    )
     try:
-        engine = Engine(model, KVConfig(memory=size, page_tokens=PAGE_TOKENS), config)
+        kv = KVConfig(memory=size, page_tokens=PAGE_TOKENS)
+        engine = Engine(model, kv, ScheduleConfig(**STEPS))
         submit(engine, largest_job(), "largest")
     except (NeverFits, ValueError):  # not a token fits, or not the whole job
         return False
@@ -115,11 +100,8 @@ def _takes_all(model: LoadedModel, size: int) -> bool:
 
 def submit(engine: Engine, job: Job, request_id: str) -> None:
     """Submit a job."""
-    engine.submit(
-        GenerationRequest(
-            job.prompt, job.params, request_id=request_id, priority=job.priority, tenant=job.tenant
-        )
-    )
+    own = {"request_id": request_id, "priority": job.priority, "tenant": job.tenant}
+    engine.submit(GenerationRequest(job.prompt, job.params, **own))
 
 
 # ---- checks ------------------------------------------------------------------------------------
@@ -146,11 +128,8 @@ class Seen:
     def worst_difference(self, architecture: str) -> float:
         """Largest difference from a forward pass over each text; NaN if a logit is NaN."""
         texts = sorted(self.logits)
-        whole = [
-            text
-            for text, after in zip(texts, [*texts[1:], ()], strict=True)
-            if after[: len(text)] != text
-        ]
+        pairs = zip(texts, [*texts[1:], ()], strict=True)
+        whole = [text for text, after in pairs if after[: len(text)] != text]
         model, worst = zoo.build(architecture), torch.tensor(0.0)
         forwards: dict[tuple[int, ...], torch.Tensor] = {}
         for text in texts:

@@ -18,7 +18,6 @@ from quire.engine.core import Engine
 from quire.engine.rank_process import make_calls
 from quire.errors import QuireError, RankFailed
 from quire.layout.model import ModelSpec
-from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel, make_decoder
 from quire.models.observing import Observing
 from quire.models.sharding import shard
@@ -26,6 +25,7 @@ from quire.parallel.lockstep import Follower, Leader
 from quire.policies.signatures.context import SelectionContext
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo
+from support.engines import loaded
 
 T = TypeVar("T")
 WAIT_S = 120.0
@@ -34,10 +34,7 @@ _BUILDING = threading.Lock()  # weights are drawn from torch's global generator
 
 
 def _unlock(owner: type) -> None:
-    """Remove the locks of cached properties whose computation calls collectives.
-
-    Up to Python 3.11 all instances of a class share one lock; ranks in threads would deadlock.
-    """
+    """Remove the locks of cached properties, which ranks in threads share up to Python 3.11."""
     for found in vars(owner).values():
         if isinstance(found, cached_property) and hasattr(found, "lock"):
             found.lock = nullcontext()
@@ -172,15 +169,7 @@ def rank_model(architecture: str, group: ThreadGroup, *, times: int = 1) -> Load
         model = zoo.build(architecture, times=times)
     shard(model, ModelSpec.from_config(model.config.to_dict()), group)
     decoder = make_decoder(model, None, impl="auto", codec="auto", ranks=group.size)
-    return LoadedModel(
-        decoder=decoder,
-        tokenizer=None,
-        generation=GenerationDefaults(),
-        spec=decoder.spec,
-        name=architecture,
-        weight_bytes=0,
-        group=group,
-    )
+    return loaded(decoder, architecture, group=group)
 
 
 @contextmanager

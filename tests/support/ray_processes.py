@@ -1,7 +1,4 @@
-"""Servers and commands on Ray, in processes of their own.
-
-The modules of a test process contain checks of types, which Ray cannot send to its processes.
-"""
+"""Servers and commands on Ray in processes of their own: Ray cannot send checks of types."""
 
 import os
 import random
@@ -60,12 +57,7 @@ def free_port():
 
 
 class RayServer:
-    """`quire serve --ray` in a process.
-
-    Attributes:
-        url: its URL without /v1.
-        process: the process.
-    """
+    """`quire serve --ray` in a process; `url` is without /v1."""
 
     def __init__(self, *options, log):
         port = free_port()
@@ -114,13 +106,7 @@ class RayServer:
 
 @contextmanager
 def ray_server(folder, replicas, *options):
-    """Run `quire serve --ray` until its first engines accept requests.
-
-    Args:
-        folder: folder for the log.
-        replicas: value of --ray-replicas.
-        options: further options.
-    """
+    """Run `quire serve --ray` until its first engines accept requests; the log is in the folder."""
     server = RayServer(f"--ray-replicas={replicas}", *options, log=folder / "server.log")
     try:
         server.wait_for(int(replicas.partition(":")[0]))

@@ -17,21 +17,8 @@ def make_request(
     statistics: frozenset[str] = frozenset(),
     **spec: Any,
 ) -> Request:
-    """A request as the input processor builds it.
-
-    Args:
-        request_id, prompt_token_ids, params: see `RequestSpec`.
-        eviction: which tokens are retained.
-        statistics: lane groups that hold statistics of its tokens.
-        spec: other fields of `RequestSpec`.
-    """
-    return Request(
-        RequestSpec(
-            request_id=request_id,
-            prompt_token_ids=list(prompt_token_ids),
-            params=SamplingParams() if params is None else params,
-            **spec,
-        ),
-        memory=RequestMemory(statistics=statistics),
-        eviction=RequestEviction(spec=eviction),
-    )
+    """A request as the input processor builds it; `spec`: other fields of `RequestSpec`."""
+    options = {"params": SamplingParams() if params is None else params, **spec}
+    own = RequestSpec(request_id=request_id, prompt_token_ids=list(prompt_token_ids), **options)
+    memory = RequestMemory(statistics=statistics)
+    return Request(own, memory=memory, eviction=RequestEviction(spec=eviction))

@@ -35,21 +35,13 @@ PAGE_RATES = Rates(read_bytes_per_s=1e9, flops_per_s={"bfloat16": 1e12})
 
 
 def cells() -> list[dict[str, Any]]:
-    costs = tuple(
-        PartCost(name=name, weight_bytes=1_000_000, kv_bytes=0, flops=2_000_000_000)
-        for name in PARTS
-    )
-    measure = replace(
-        MEASURE,
-        costs=costs,
-        arithmetic=dict.fromkeys(PARTS, "bfloat16"),
-        seconds=dict.fromkeys((*PARTS, SAMPLING, ENGINE), 0.01),
-        over_floor=6.43,
-    )
-    steps = tuple(
-        replace(measure, kind=kind, rows=rows)
-        for kind, rows in (("prefill", 4), ("decode", 1), ("decode", 4), ("decode", 32))
-    )
+    sizes = {"weight_bytes": 1_000_000, "kv_bytes": 0, "flops": 2_000_000_000}
+    costs = tuple(PartCost(name=name, **sizes) for name in PARTS)
+    arithmetic = dict.fromkeys(PARTS, "bfloat16")
+    seconds = dict.fromkeys((*PARTS, SAMPLING, ENGINE), 0.01)
+    measure = replace(MEASURE, costs=costs, arithmetic=arithmetic, seconds=seconds, over_floor=6.43)
+    kinds = (("prefill", 4), ("decode", 1), ("decode", 4), ("decode", 32))
+    steps = tuple(replace(measure, kind=kind, rows=rows) for kind, rows in kinds)
     first = replace(CELL, rates=PAGE_RATES, steps=steps)
     other = replace(first, instruction_set="avx512_bf16", weight_codec="auto", steps=steps[:2])
     return [asdict(other), asdict(first)]

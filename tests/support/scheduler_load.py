@@ -59,9 +59,7 @@ from support.requests import make_request
 
 COPIES = CopyRate(bytes_per_s=1e6, call_s=1e-4)  # equal cost in both directions
 COSTS = Costs(
-    copies=CopyRates(out=COPIES, back=COPIES),
-    prefill=PrefillRates(token_s=1e-4),
-    chunk_tokens=16,
+    copies=CopyRates(out=COPIES, back=COPIES), prefill=PrefillRates(token_s=1e-4), chunk_tokens=16
 )
 REASONS_WITHOUT_PROGRESS = (
     "no running request could be scheduled",
@@ -86,13 +84,11 @@ def make_layout(
     with_states: bool = False,
 ) -> CacheLayout:
     numbers = codec_spec("float32")
-    full = kv_pages(
-        key=numbers, value=numbers, head_dim=4, heads=2, tokens=page_tokens, positions=evicting
-    )
+    plain = partial(kv_pages, key=numbers, value=numbers, head_dim=4, heads=2, tokens=page_tokens)
+    full = plain(positions=evicting)
     groups = [LaneGroup(name="full", page_class=full, layers=(0, 1), ordered=not evicting)]
     if window is not None:
-        ordered = kv_pages(key=numbers, value=numbers, head_dim=4, heads=2, tokens=page_tokens)
-        groups.append(LaneGroup(name="window", page_class=ordered, layers=(2,), window=window))
+        groups.append(LaneGroup(name="window", page_class=plain(), layers=(2,), window=window))
     if with_statistics:
         shape = PageClass(planes=(PlaneSpec(NUMBERS, numbers, 1, 2),), tokens=page_tokens)
         sums, ring = (statistics_name("full", statistic) for statistic in (SUMS, RING))
@@ -106,16 +102,9 @@ def make_layout(
             PlaneSpec(name, numbers, shape[-1], prod(shape[:-1]) // 2)
             for name, shape in state.shapes.items()
         )
-        groups.append(
-            LaneGroup(
-                name="state",
-                page_class=PageClass(planes=planes, tokens=1),
-                layers=(3, 4),
-                lanes_per_layer=2,
-                records=1,
-                state=state,
-            )
-        )
+        pages, lanes = PageClass(planes=planes, tokens=1), {"lanes_per_layer": 2, "records": 1}
+        states = LaneGroup(name="state", page_class=pages, layers=(3, 4), state=state, **lanes)
+        groups.append(states)
     return CacheLayout(tuple(groups))
 
 
@@ -134,12 +123,7 @@ class FailingCopies(NoCopies):
 
 
 class RetainsNewest(Evictor):
-    """An evictor that retains the newest slots and records the number evicted.
-
-    Args:
-        memory: a KV memory without bytes.
-        broken: ids of requests whose policy raises.
-    """
+    """An evictor that retains the newest slots; the policies of `broken` request ids raise."""
 
     def __init__(self, memory: KVMemory, broken: Container[str] = ()) -> None:
         self.memory, self.broken = memory, broken
@@ -191,20 +175,28 @@ def make_scheduler(
     return scheduler_of(config, SequenceMemory(memory), evictor)
 
 
+def advance(scheduler: Scheduler, share: float = 1.0) -> StepPlan:
+    """Run one step of single requests, whose outputs end at `share` of `max_tokens`."""
+    plan = scheduler.schedule()
+    scheduler.commit(plan)
+    for request in plan.requests:
+        if request.num_uncomputed == 0:
+            request.output_token_ids.append(2)
+            if len(request.output_token_ids) >= share * request.params.max_tokens:
+                scheduler.finish(request)
+    return plan
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """Options of one scheduler and its KV memory.
 
     Attributes:
         mixed: requests have eviction rules of their own, with all schedules.
-        with_statistics: eviction rules need attention statistics.
-        pages: arena size in sequences of one page of tokens.
-        host_pages: swap space in sequences of one page of tokens; 0: no swap space.
+        pages, host_pages: arena and swap space in sequences of one page of tokens.
         shares: whether there is a prefix cache.
-        guaranteed: memory of tenant a, in percent of the arena; None: a single tenant.
-        burst: memory above the guarantee (0) of tenant b, in percent of the arena.
-        offload_bytes: memory for offloaded KV in bytes; 0: no KV offload.
-        with_states: whether two layers are recurrent.
+        guaranteed, burst: memory of tenants a and b in percent of the arena; None: one tenant.
+        offload_bytes: memory for offloaded KV; 0: no KV offload.
         checkpoints: most checkpoints of states and statistics at once; None: no limit.
         checkpoint_blocks: blocks between checkpoints; 0: only those of `SequenceMemory`.
     """
@@ -239,8 +231,6 @@ class SchedulerLoad:
 
     Attributes:
         requests: unfinished requests by id.
-        broken: ids of requests whose policy raises.
-        num_steps, processed_tokens: totals since the start.
         without_progress: preemptions of requests that had computed no token since they resumed.
     """
 
@@ -267,39 +257,27 @@ class SchedulerLoad:
         logging.getLogger("quire.scheduler.preemption").disabled = True
 
     def _make_memory(self, setting: Setting, *, with_statistics: bool) -> KVMemory:
-        layout = make_layout(
-            setting.page_tokens,
-            setting.window,
-            evicting=setting.cap is not None,
-            with_statistics=with_statistics,
-            with_states=setting.with_states,
-        )
+        kinds = {"with_statistics": with_statistics, "with_states": setting.with_states}
+        evicts = setting.cap is not None
+        layout = make_layout(setting.page_tokens, setting.window, evicting=evicts, **kinds)
         rows = parse_batcher(setting.batcher).num_rows(setting.max_num_seqs)
         pages = max(setting.pages, MIN_PAGES_WITH_STATISTICS) if with_statistics else setting.pages
         return KVMemory(layout, layout.smallest_sequence_bytes * pages, rows)
 
     def _config(self, setting: Setting, every: int) -> ScheduleConfig:
         # a chunk under eviction is atomic: a step must be able to hold one
-        budget = (
-            setting.max_num_batched_tokens
-            if setting.cap is None
-            else max(setting.max_num_batched_tokens, every)
-        )
+        budget = max(setting.max_num_batched_tokens, 0 if setting.cap is None else every)
         tenants, percent = "", self.memory.total_bytes // 100
         if setting.guaranteed is not None:
             guaranteed_bytes, burst_bytes = percent * setting.guaranteed, percent * setting.burst
             tenants = f"a:weight=2,guaranteed={guaranteed_bytes}B;b:burst={burst_bytes}B"
+        same = ("max_num_seqs", "chunk_tokens", "admission", "high_watermark", "batcher")
         return ScheduleConfig(
-            max_num_seqs=setting.max_num_seqs,
+            **{name: getattr(setting, name) for name in (*same, "scale_down_at")},
             max_num_batched_tokens=budget,
-            chunk_tokens=setting.chunk_tokens,
             tenants=tenants,
-            admission=setting.admission,
-            high_watermark=setting.high_watermark,
             low_watermark=min(0.99, setting.high_watermark),
             preempt=setting.preempt if setting.host_pages else "recompute",
-            batcher=setting.batcher,
-            scale_down_at=setting.scale_down_at,
             urgent=setting.urgent if budget > setting.max_num_seqs else None,
         )
 
@@ -332,8 +310,8 @@ class SchedulerLoad:
     def _has_moved_on(self, request: Request) -> bool:
         """Whether a request has computed tokens since it resumed.
 
-        Beams that branch have: their tokens are sampled already and are appended after the
-        branch, also if the beams are preempted because there are no pages for the forks.
+        Beams that branch have: their sampled tokens are appended after the branch, also if they are
+        preempted because there are no pages for the forks.
         """
         branches = self._branching is not None and request.group is self._branching
         return branches or have_moved_on(request)
@@ -344,14 +322,9 @@ class SchedulerLoad:
         if not offload_bytes:
             return None
         prefixes = OffloadedPrefixes(self.memory, HostPool(offload_bytes, NoCopies()))
-        return PrefixOffloader(
-            self.memory,
-            prefixes,
-            EventLog(),
-            sequence_memory=sequence_memory,
-            running=running,
-            offload_bytes=offload_bytes,
-        )
+        parts = {"sequence_memory": sequence_memory, "running": running}
+        bounds = {"offload_bytes": offload_bytes}
+        return PrefixOffloader(self.memory, prefixes, EventLog(), **parts, **bounds)
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -360,11 +333,8 @@ class SchedulerLoad:
     ) -> Request:
         """Make a request; prompts of equal length have the same first half.
 
-        Args:
-            prompt_tokens: length of the prompt.
-            max_tokens: length of the output; 0 requests prompt logprobs.
-            priority: its priority.
-            text: token id of the second half of the prompt; also selects the tenant.
+        `text` is the token id of the second half, and selects the tenant; 0 `max_tokens` requests
+        prompt logprobs.
         """
         self.arrivals += 1
         half, prompt_logprobs = prompt_tokens // 2, 0 if max_tokens == 0 else None
@@ -408,9 +378,8 @@ class SchedulerLoad:
         for member in members:
             member.group, member.eviction.spec = group, members[0].eviction.spec
             member.memory.statistics = members[0].memory.statistics
-        if atomic and len(members) > min(
-            self.config.max_num_seqs, self.config.max_num_batched_tokens
-        ):
+        limits = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        if atomic and len(members) > min(limits):
             with pytest.raises(RequestError, match=r"max_num_seqs|max_num_batched_tokens"):
                 self.scheduler.submit(members[0])
         elif self.submit(members[0]):
@@ -426,12 +395,7 @@ class SchedulerLoad:
     # ---- steps ---------------------------------------------------------------------------------
 
     def step(self, *, stop_early: bool = False, served: dict[str, float] | None = None) -> int:
-        """Run one step; return the number of scheduled tokens and failed requests.
-
-        Args:
-            stop_early: end some outputs before `max_tokens`.
-            served: token totals by tenant, updated in place.
-        """
+        """Run a step; return its scheduled tokens and failed requests; add up `served`."""
         plan, num_failed = self._schedule()
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
             if served is not None:
@@ -568,11 +532,8 @@ class SchedulerLoad:
         waiting = [r for r in self.requests.values() if r.progress.state is RequestState.WAITING]
         assert len(running) <= self.config.num_rows
         assert {r.request_id for r in [*running, *waiting]} == set(self.requests)
-        copies = [
-            planned.child
-            for group in {id(r.group): r.group for r in running if r.group}.values()
-            for planned in group.forks
-        ]
+        groups = {id(r.group): r.group for r in running if r.group}.values()
+        copies = [planned.child for group in groups for planned in group.forks]
         units = {id(r.group or r) for r in waiting if r not in copies}
         assert self.scheduler.num_waiting == len(units)
         assert sorted(r.memory.row for r in running) == self.memory.live_rows.tolist()
@@ -580,11 +541,8 @@ class SchedulerLoad:
 
     def _check_host(self) -> None:
         """Check that all swapped KV belongs to an unfinished request and is counted once."""
-        swapped = {
-            id(r.memory.swapped): r.memory.swapped
-            for r in self.requests.values()
-            if r.memory.swapped
-        }
+        memories = [r.memory for r in self.requests.values()]
+        swapped = {id(m.swapped): m.swapped for m in memories if m.swapped}
         if self.pool is None:
             assert not swapped
             return

@@ -57,11 +57,7 @@ def one_group(page_class=None, *, num_lanes=1, total_bytes=64 * 1024, max_rows=4
 
 def with_groups(*groups, total_bytes=64 * 1024, max_rows=4):
     return KVMemory(
-        CacheLayout(groups),
-        total_bytes,
-        max_rows,
-        store=HostBytes(total_bytes),
-        track_changes=True,
+        CacheLayout(groups), total_bytes, max_rows, store=HostBytes(total_bytes), track_changes=True
     )
 
 

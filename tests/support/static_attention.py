@@ -1,8 +1,7 @@
 """A backend with static plans, and a capture that repeats operations, for CPUs.
 
-`TapedCalls` behaves like CUDA graphs: a replay repeats the recorded operations on the recorded
-tensors, without the Python code between them. What the code read from data or created anew in each
-step stays as it was at the capture.
+A replay of `TapedCalls` repeats the recorded operations on the recorded tensors, as CUDA graphs do,
+without the Python code between them.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,11 +40,7 @@ class WholeTables:
 
 
 class StaticGathered(GatheredAttention):
-    """The gathered backend; decode steps with static plans gather whole page tables.
-
-    Attributes:
-        refuses: whether `refresh` refuses all live slots.
-    """
+    """The gathered backend; decode steps with static plans gather whole page tables."""
 
     name = "static_gathered"
 
@@ -56,11 +51,9 @@ class StaticGathered(GatheredAttention):
     def static_plan(
         self, step: StepShape, lanes: StaticLanes, layers: Sequence[LayerPages], slot_bytes: int
     ) -> object | None:
-        """See `StaticPlans`."""
         return WholeTables(lanes)
 
     def refresh(self, plan: object, slots: NDArray[np.int32]) -> bool:
-        """See `StaticPlans`."""
         assert isinstance(plan, WholeTables)
         assert plan.lanes.slots.shape == slots.shape
         assert 1 <= slots.min() <= slots.max() <= plan.lanes.max_slots
@@ -76,7 +69,6 @@ class StaticGathered(GatheredAttention):
         *,
         column_sums: Tensor | None = None,
     ) -> Tensor:
-        """See `AttentionBackend.attend`."""
         if not isinstance(plan, WholeTables):
             return super().attend(plan, pages, math, query, fresh, column_sums=column_sums)
         lanes = slice(pages.first_lane, pages.first_lane + pages.num_lanes)
@@ -175,7 +167,6 @@ class TapedCall:
         self._tape, self._output = tape, output
 
     def replay(self) -> Tensor:
-        """See `Captured`."""
         self._tape.run()
         return self._output
 
@@ -184,7 +175,6 @@ class TapedCalls:
     """Records computations on a CPU; see the module."""
 
     def capture(self, call: Callable[[], Tensor]) -> TapedCall:
-        """See `GraphCapture`."""
         tape = Tape()
         with tape:
             output = call()
@@ -195,7 +185,6 @@ class RepeatedCalls:
     """Calls a computation again instead of a replay: inputs are those of a graph."""
 
     def capture(self, call: Callable[[], Tensor]) -> Captured:
-        """See `GraphCapture`."""
         return Mock(replay=call)
 
 

@@ -20,16 +20,8 @@ from support.model_specs import small_spec
 CPU = torch.device("cpu")
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, WINDOW = 6, 2, 8, 4, 5
 GROUP = NUM_HEADS // NUM_KV_HEADS
-MODEL = small_spec(
-    None,
-    WINDOW,
-    None,
-    num_heads=NUM_HEADS,
-    num_kv_heads=NUM_KV_HEADS,
-    head_dim=HEAD_DIM,
-    value_dim=VALUE_DIM,
-    hidden_size=48,
-)
+HEADS = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "hidden_size": 48}
+MODEL = small_spec(None, WINDOW, None, head_dim=HEAD_DIM, value_dim=VALUE_DIM, **HEADS)
 FULL_LAYERS = (0, 2)
 SHARED = replace(MODEL, layers=(*MODEL.layers[:2], LayerSpec(source=0)))
 """The same with one lane group of both full layers: layer 2 reads the lanes of layer 0."""
@@ -49,24 +41,9 @@ class PositionShift:
         return pre_rope + 0.1 * positions[:, None, None]
 
 
-def make_kv(
-    statistics,
-    *,
-    backend=None,
-    heads_apart=False,
-    page_tokens=4,
-    max_rows=6,
-    codec="float32",
-    model=MODEL,
-):
-    layout = layout_for(
-        model,
-        codec=codec,
-        page_tokens=page_tokens,
-        evicting=True,
-        heads_apart=heads_apart,
-        statistics=statistics,
-    )
+def make_kv(statistics, *, backend=None, page_tokens=4, max_rows=6, model=MODEL, **options):
+    options = {"codec": "float32", "evicting": True, "statistics": statistics} | options
+    layout = layout_for(model, page_tokens=page_tokens, **options)
     total_bytes, backend = layout.smallest_sequence_bytes * 300, backend or ReferenceAttention()
     kv = allocate_kv(layout, total_bytes, max_rows, device=CPU, backend=backend)
     kv.store.arena.fill_(0xFF)  # NaN: detects reads of free or uncleared slots
@@ -98,11 +75,7 @@ def run_calls(layer):
 
 
 def step(kv, chunks, math=MATH, *, chained=False):
-    """Run one step over tokens [start, end) of sequences, {row: (sequence, start, end)}.
-
-    Args:
-        chained: run the calls of a chain if the backend has them for the step.
-    """
+    """Run a step over tokens [start, end) of {row: (sequence, start, end)}, or calls of a chain."""
     order = sorted(chunks, key=lambda row: chunks[row][2] - chunks[row][1] != 1)
     rows = np.array(order, dtype=np.int64)
     tokens = np.array([chunks[row][2] - chunks[row][1] for row in order], dtype=np.int32)
@@ -121,10 +94,8 @@ def step(kv, chunks, math=MATH, *, chained=False):
     for layer in range(MODEL.num_layers):
 
         def flat(numbers, layer=layer):
-            parts = [
-                getattr(chunks[row][0], numbers)[layer, slice(*chunks[row][1:])] for row in order
-            ]
-            return torch.cat(parts)
+            parts = ((chunks[row][0], slice(*chunks[row][1:])) for row in order)
+            return torch.cat([getattr(own, numbers)[layer, tokens] for own, tokens in parts])
 
         query, key, value = map(flat, ("query", "key", "value"))
         if calls is not None:
@@ -192,9 +163,8 @@ class Account:
 
     def by_position(self, statistic):
         """The statistic, [query heads or 1, slots], in order of position."""
-        return torch.stack(
-            [self.numbers[statistic][position] for position in sorted(self.cached)], dim=1
-        )
+        values = self.numbers[statistic]
+        return torch.stack([values[position] for position in sorted(self.cached)], dim=1)
 
 
 def accounts(sequence, math=MATH):

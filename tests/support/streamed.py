@@ -8,13 +8,13 @@ import torch
 
 from quire.layout.model import ModelSpec
 from quire.models.adapter import TransformersDecoder
-from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
 from quire.models.weights import weight_bytes
 from quire.offload.swap.transfer import ThreadTransferWorker
 from quire.offload.weights.links import layer_weights
 from quire.offload.weights.placement import WithinBudget
 from support import zoo
+from support.engines import loaded
 
 
 class DelayedTransfers(ThreadTransferWorker):
@@ -58,10 +58,7 @@ def load_streamed(
     device: str = "cpu",
     transfer_worker: DelayedTransfers | None = None,
 ) -> LoadedModel:
-    """A zoo model with `stay` layers and two slots on the device.
-
-    On a CPU every slot is filled with NaN before a layer is loaded into it.
-    """
+    """A zoo model with `stay` layers and two slots on the device; on a CPU they are poisoned."""
     least, largest = min_bytes(architecture, times)
     model = zoo.build(architecture, times=times)
     budget = least + stay * largest
@@ -69,17 +66,8 @@ def load_streamed(
     if device == "cpu" and weights is not None:
         poison(weights.link)
         weights.link.transfer_worker = transfer_worker or DelayedTransfers()
-    decoder = TransformersDecoder(model, weights)
-    return LoadedModel(
-        decoder=decoder,
-        tokenizer=None,
-        generation=GenerationDefaults(),
-        spec=decoder.spec,
-        name=architecture,
-        weight_bytes=place.device_bytes,
-        weights=weights,
-        place=place,
-    )
+    own = {"weight_bytes": place.device_bytes, "weights": weights, "place": place}
+    return loaded(TransformersDecoder(model, weights), architecture, **own)
 
 
 def poison(link) -> None:

@@ -1,16 +1,12 @@
 """Checks types, and shapes if a signature has them, of calls of quire while tests run.
 
-jaxtyping's own wrapper binds the arguments, checks them twice and checks the result once, which
-takes five times the scheduler's own time. Here beartype checks once. A function with axes in its
-signature is checked in its own scope of axis names. jaxtyping's wrapper remains for generators, for
-functions that name an axis after an argument, and for types that are given as strings.
+Here beartype checks once, five times as fast as jaxtyping's wrapper, which remains for generators,
+for functions that name an axis after an argument, and for types that are given as strings.
 
 Calls are sampled: the first `FIRST` calls of each function after the start of a test case, or of an
 example of Hypothesis, and again after each call of `CLOCK` in it whose number is a power of two. So
-the same calls of a case are checked alone, after other tests and on a busy machine. The other calls
-run the function itself: a wrapper around each call would double the time of the scheduler's tests.
-beartype checks one random item of a list; here the items come from a generator of their own, which
-starts anew with the sampling.
+the same calls of a case are checked alone, after other tests and on a busy machine; the items of
+lists that beartype checks come from a generator that starts anew with the sampling.
 `QUIRE_TYPE_CHECKS=all` checks every call; `make test-all` sets it.
 """
 
@@ -146,10 +142,10 @@ def _copy(function: types.FunctionType) -> types.FunctionType:
 
 
 def _code_that_calls(check: Callable, code: types.CodeType) -> types.CodeType:
-    """Code of a function that calls `check`; it can replace `code`, whose free variables it has.
+    """Code of a function that calls `check`, with the free variables of `code`, which it replaces.
 
-    It has the flags of a generator or a coroutine too. Another thread can put it in place while a
-    call of `code` begins, and Python takes from the flags what that call returns.
+    It has the flags of a generator or a coroutine too: Python takes from the flags what a call of
+    `code` returns, that begins while another thread puts this code in place.
     """
     template = _template(code.co_freevars)
     constants = tuple(check if value == _PLACE else value for value in template.co_consts)

@@ -1,4 +1,4 @@
-"""Incremental detokenization: exact text, without incomplete characters."""
+"""Incremental detokenization: exact text, without incomplete characters; where an output ends."""
 
 from pathlib import Path
 
@@ -9,30 +9,31 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import quire
-from quire.sampling.detokenizer import MAX_HELD_TOKENS, REPLACEMENT, Detokenizer, StopChecker
+from quire.config.sampling_params import SamplingParams
+from quire.sampling.detokenizer import (
+    MAX_HELD_TOKENS,
+    REPLACEMENT,
+    Detokenizer,
+    Ending,
+    OutputText,
+    StopChecker,
+    ending_token,
+)
 
 TINY = PreTrainedTokenizerFast.from_pretrained(Path(quire.__path__[0]) / "assets" / "quire-tiny")
 
 
 def sentencepiece_style():
     """Byte fallback and a space before every word, as in Llama 2's tokenizer."""
-    bytes_ = {f"<0x{byte:02X}>": byte + 3 for byte in range(256)}
     words = ["▁", "▁Hello", "▁world", "lo", "é", ".", "▁the", "a", "b"]
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | bytes_
-    vocab |= {word: len(vocab) + index for index, word in enumerate(words)}
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocab = {name: number for number, name in enumerate(names)}
     tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 SPACED = sentencepiece_style()
@@ -49,10 +50,6 @@ def decode(tokenizer, token_ids, skip_special_tokens=True):
     )
 
 
-def shared_length(first, second):
-    return max(n for n in range(len(first) + 1) if second.startswith(first[:n]))
-
-
 def pieces(tokenizer, token_ids, prompt=(), skip_special_tokens=True):
     detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
     pushed = [detokenizer.push(token_id) for token_id in token_ids]
@@ -66,9 +63,7 @@ def pieces(tokenizer, token_ids, prompt=(), skip_special_tokens=True):
 @example("👩‍👩‍👧‍👦 e\u0301 日本\n\n  don't")
 @settings(max_examples=200, deadline=None)
 def test_incremental_text_equals_the_whole_text(text):
-    token_ids = encode(text)
-
-    assert "".join(pieces(TINY, token_ids)) == text
+    assert "".join(pieces(TINY, encode(text))) == text
 
 
 @given(text=st.text(st.characters(codec="utf-8"), max_size=30), cut=st.integers(0, 60))
@@ -78,11 +73,10 @@ def test_incremental_text_equals_the_whole_text(text):
 @settings(max_examples=100, deadline=None)
 def test_output_text_is_the_text_after_the_prompt(text, cut):
     token_ids = encode(text)
-    prompt, output = token_ids[:cut], token_ids[cut:]
+    begin = decode(TINY, token_ids[:cut])
+    shared = max(n for n in range(len(begin) + 1) if text.startswith(begin[:n]))
 
-    emitted = "".join(pieces(TINY, output, prompt))
-
-    assert emitted == text[shared_length(decode(TINY, prompt), text) :]
+    assert "".join(pieces(TINY, token_ids[cut:], token_ids[:cut])) == text[shared:]
 
 
 @given(token_ids=st.lists(st.integers(0, len(TINY) - 1), max_size=200), skip=st.booleans())
@@ -92,34 +86,29 @@ def test_random_tokens_decode_like_the_whole_sequence(token_ids, skip):
 
 
 def test_many_invalid_bytes_decode_like_the_whole_sequence():
-    lead, tail = TINY("€")["input_ids"][:1], TINY("€")["input_ids"][1:]
+    lead, *tail = ([token_id] for token_id in TINY("€")["input_ids"])
+    tails = [token_id for one in tail for token_id in one]
 
-    for token_ids in (lead * 300, tail * 300, (lead + tail) * 200 + lead, tail[:1] * 70 + lead):
-        assert "".join(pieces(TINY, token_ids)) == decode(TINY, token_ids)
+    for ids in (lead * 300, tails * 300, (lead + tails) * 200 + lead, tail[0] * 70 + lead):
+        assert "".join(pieces(TINY, ids)) == decode(TINY, ids)
 
 
-@pytest.mark.parametrize("num_broken", range(MAX_HELD_TOKENS - 6, MAX_HELD_TOKENS + 2))
-def test_character_after_many_invalid_bytes_is_decoded(num_broken):
-    euro = TINY("€")["input_ids"]
-    token_ids = euro[1:2] * num_broken + euro + TINY(" end")["input_ids"]
-
-    assert "".join(pieces(TINY, token_ids)) == "\N{REPLACEMENT CHARACTER}" * num_broken + "€ end"
+def test_character_after_many_invalid_bytes_is_decoded():
+    euro, end = TINY("€")["input_ids"], TINY(" end")["input_ids"]
+    for num_broken in range(MAX_HELD_TOKENS - 6, MAX_HELD_TOKENS + 2):
+        text = "".join(pieces(TINY, euro[1:2] * num_broken + euro + end))
+        assert text == "\N{REPLACEMENT CHARACTER}" * num_broken + "€ end"
 
 
 def test_only_the_last_piece_can_have_an_incomplete_character():
     token_ids = TINY("naïve 日本 😀 text")["input_ids"]
-
     for end in range(len(token_ids)):
         *pushed, _ = pieces(TINY, token_ids[:end])
-
         assert "\N{REPLACEMENT CHARACTER}" not in "".join(pushed)
 
-
-def test_incomplete_character_at_the_end_is_a_replacement_character_once():
     detokenizer = Detokenizer(TINY, [], skip_special_tokens=True)
     for token_id in TINY("a€")["input_ids"][:-1]:
         detokenizer.push(token_id)
-
     assert [detokenizer.finish(), detokenizer.finish()] == ["\N{REPLACEMENT CHARACTER}", ""]
 
 
@@ -133,17 +122,13 @@ SPELLED = [[token_id] for token_id in SPACED.convert_tokens_to_ids(WORDS)] + [
 @settings(max_examples=200, deadline=None)
 def test_sentencepiece_text_equals_the_whole_text_after_any_prompt(units, cut):
     token_ids = [token_id for unit in units for token_id in unit]
-
     ends = [sum(map(len, units[:count])) for count in range(len(units) + 1)]
     split_from = max(end for end in ends if end <= cut)
-
-    whole = decode(SPACED, token_ids)
-    prompt = decode(SPACED, token_ids[:split_from])
+    whole, prompt = (decode(SPACED, ids) for ids in (token_ids, token_ids[:split_from]))
+    rest = whole[len(prompt) :] if cut < len(token_ids) else ""
 
     assert "".join(pieces(SPACED, token_ids)) == whole
-    assert "".join(pieces(SPACED, token_ids[cut:], token_ids[:cut])) == (
-        whole[len(prompt) :] if cut < len(token_ids) else ""
-    )
+    assert "".join(pieces(SPACED, token_ids[cut:], token_ids[:cut])) == rest
 
 
 def test_first_word_after_a_prompt_keeps_its_space():
@@ -153,25 +138,32 @@ def test_first_word_after_a_prompt_keeps_its_space():
     assert pieces(SPACED, [world], [1]) == ["world", ""]
 
 
-def test_special_tokens_are_emitted_on_request_only():
+def test_special_tokens_are_emitted_on_request_only_and_nothing_without_a_tokenizer():
     token_ids = [0, *TINY("hi")["input_ids"], 1]
 
     assert "".join(pieces(TINY, token_ids)) == "hi"
     assert "".join(pieces(TINY, token_ids, (), False)) == "<s>hi</s>"
+    assert pieces(None, [1, 2, 3], [4]) == ["", "", "", ""]
 
 
 @pytest.mark.parametrize("text", ["</s>", "word ", "é😀", "\N{REPLACEMENT CHARACTER}"])
 def test_window_is_bounded_for_long_outputs(text):
-    token_ids = (TINY(text)["input_ids"] * 4000)[:4000]
     detokenizer = Detokenizer(TINY, [], skip_special_tokens=True)
-    longest = 0
-
-    for token_id in token_ids:
+    for token_id in (TINY(text)["input_ids"] * 4000)[:4000]:
         detokenizer.push(token_id)
-        longest = max(longest, len(detokenizer._window))
-
-    assert longest <= 2 * MAX_HELD_TOKENS
+        assert len(detokenizer._window) <= 2 * MAX_HELD_TOKENS
     assert (detokenizer.num_characters == 0) == (text == "</s>")
+
+
+def offsets_of(ids, prompt=(), skip_special_tokens=True):
+    detokenizer = Detokenizer(TINY, prompt, skip_special_tokens=skip_special_tokens)
+    text, offsets = "", []
+    for token_id in ids:
+        text += detokenizer.push(token_id)
+        offsets.append(detokenizer.offset)
+    text += detokenizer.finish()
+    assert detokenizer.num_characters == len(text)
+    return text, offsets
 
 
 @given(
@@ -182,35 +174,15 @@ def test_window_is_bounded_for_long_outputs(text):
 @settings(max_examples=300, deadline=None)
 def test_offset_of_a_token_is_the_position_of_its_text(ids, split, skip_special_tokens):
     prompt = encode("€")[:-1] if split else encode("a")
-    detokenizer = Detokenizer(TINY, prompt, skip_special_tokens=skip_special_tokens)
-    text, offsets = "", []
-    for token_id in ids:
-        text += detokenizer.push(token_id)
-        offsets.append(detokenizer.offset)
-    text += detokenizer.finish()
+    text, offsets = offsets_of(ids, prompt, skip_special_tokens)
 
-    assert detokenizer.num_characters == len(text)
     assert offsets == sorted(offsets)
     for token_id, offset in zip(ids, offsets, strict=True):
         piece = decode(TINY, [token_id], skip_special_tokens)
         assert offset <= len(text)
-        if REPLACEMENT not in piece:
-            assert text[offset:].startswith(piece)
-
-
-def test_tokens_of_a_character_have_its_offset():
-    detokenizer = Detokenizer(TINY, (), skip_special_tokens=True)
-
-    found = []
-    for token_id in encode("a€b"):
-        detokenizer.push(token_id)
-        found.append(detokenizer.offset)
-
-    assert found == [0, *[1] * (len(found) - 2), 2]
-
-
-def test_without_a_tokenizer_the_text_is_empty():
-    assert pieces(None, [1, 2, 3], [4]) == ["", "", "", ""]
+        assert REPLACEMENT in piece or text[offset:].startswith(piece)
+    _, offsets = offsets_of(encode("a€b"))
+    assert offsets == [0, *[1] * (len(offsets) - 2), 2]  # tokens of a character have its offset
 
 
 def naive_stop(text, stops, after=0):
@@ -249,28 +221,133 @@ def test_stop_strings_are_found_independent_of_the_pieces(stops, pieces, include
 @given(stops=STOPS, pieces=PIECES)
 @settings(max_examples=200, deadline=None)
 def test_only_a_possible_stop_prefix_is_held_back(stops, pieces):
-    checker = StopChecker(stops, include=False)
-    whole = "".join(pieces)
-    shown = ""
-
+    checker, whole, shown = StopChecker(stops, include=False), "".join(pieces), ""
     for piece in pieces:
         text, found = checker.push(piece)
         shown += text
         if found is not None:
             return
-
-    held_text = whole[len(shown) :]
     prefixes = {stop[:end] for stop in stops for end in range(1, len(stop))}
-    assert held_text == max((b for b in prefixes if whole.endswith(b)), key=len, default="")
+    longest = max((b for b in prefixes if whole.endswith(b)), key=len, default="")
+    assert whole[len(shown) :] == longest
 
 
-def test_without_stop_strings_text_is_emitted_at_once():
-    checker = StopChecker([], include=False)
-
-    assert checker.push("anything") == ("anything", None)
-    assert checker.flush() == ""
-
-
-def test_stop_string_that_ends_first_is_used():
+def test_stop_string_that_ends_first_is_used_and_without_any_text_is_emitted_at_once():
     assert StopChecker(["abcd", "bc"], include=False).push("xabcd") == ("xa", "bc")
     assert StopChecker(["c", "abc"], include=True).push("xabcd") == ("xabc", "abc")
+    checker = StopChecker([], include=False)
+    assert (checker.push("anything"), checker.flush()) == (("anything", None), "")
+
+
+# ---- where an output ends ------------------------------------------------------------------------
+
+EOS = (1, 2)
+
+
+def tokens(text):
+    return TINY(text)["input_ids"]
+
+
+def follow(token_ids, tokenizer=TINY, **options):
+    output, text = OutputText(SamplingParams(**options), EOS, tokenizer, tokens("A prompt.")), ""
+    for count, token_id in enumerate(token_ids, start=1):
+        text += output.push(token_id)
+        if output.ending is not None:
+            return text, output.ending, count
+    return text, None, len(token_ids)
+
+
+ENDINGS = [  # options, last token, tokens of the output, its ending
+    *(({}, 9, 3, None), ({}, 2, 3, Ending("stop")), ({"ignore_eos": True}, 2, 3, None)),
+    ({"stop_token_ids": (9,)}, 9, 3, Ending("stop", 9)),
+    ({"stop_token_ids": (2,)}, 2, 3, Ending("stop")),
+    ({"stop_token_ids": (2,), "ignore_eos": True}, 2, 3, Ending("stop", 2)),
+    ({"min_tokens": 3, "stop_token_ids": (9,)}, 9, 3, None),
+    ({"min_tokens": 3, "stop_token_ids": (9,)}, 9, 4, Ending("stop", 9)),
+    *(({"min_tokens": 3}, 1, 3, None), ({}, 9, 16, Ending("length")), ({}, 1, 16, Ending("stop"))),
+    ({"min_tokens": 16}, 9, 16, Ending("length")),
+]
+
+
+def test_token_ids_and_length_end_an_output():
+    for options, token_id, num_output, ending in ENDINGS:
+        found = ending_token(SamplingParams(**options), EOS, token_id, num_output)
+        assert found == ending, (options, token_id)
+    for token_ids, found in (([7] * 4, (Ending("length"), 3)), ([7, 1], (Ending("stop"), 2))):
+        assert follow(token_ids, None, max_tokens=3, stop="never") == ("", *found)
+
+
+STOP = Ending("stop", "STOP")
+FOLLOWED = {  # options, tokens, the text that is shown and the ending
+    "across tokens": (
+        {"stop": "STOP now"},
+        *(tokens("one two STOP now three"), "one two ", Ending("stop", "STOP now")),
+    ),
+    "included": (
+        {"stop": "STOP", "include_stop_str_in_output": True},
+        *(tokens("one STOP two"), "one STOP", STOP),
+    ),
+    "held back until max_tokens": (
+        {"stop": "STOP", "max_tokens": len(tokens("yes ST"))},
+        *(tokens("yes ST"), "yes ST", Ending("length")),
+    ),
+    "precedes the length": (
+        {"stop": "STOP", "max_tokens": len(tokens("yes STOP"))},
+        *(tokens("yes STOP"), "yes ", STOP),
+    ),
+    "ignored within min_tokens": (
+        {"stop": "STOP", "min_tokens": len(tokens("a STOP b"))},
+        *(tokens("a STOP b STOP c"), "a STOP b ", STOP),
+    ),
+    "a stop token": (
+        {"stop_token_ids": tuple(tokens("!"))},
+        *(tokens("one!"), "one", Ending("stop", *tokens("!"))),
+    ),
+    "a stop token that is included": (
+        {"stop_token_ids": tuple(tokens("!")), "include_stop_str_in_output": True},
+        *(tokens("one!"), "one!", Ending("stop", *tokens("!"))),
+    ),
+    "no text of an end token": (
+        {"skip_special_tokens": False},
+        *([*tokens("one"), 1], "one", Ending("stop")),
+    ),
+    "an incomplete character": (
+        {"max_tokens": len(tokens("a€")) - 1},
+        *(tokens("a€"), "a\N{REPLACEMENT CHARACTER}", Ending("length")),
+    ),
+}
+
+
+def test_text_and_ending_of_an_output():
+    for name, (options, token_ids, text, ending) in FOLLOWED.items():
+        assert follow(token_ids, **{"max_tokens": 99} | options)[:2] == (text, ending), name
+
+
+def test_partial_stop_string_is_not_emitted():
+    output = OutputText(SamplingParams(max_tokens=99, stop="\n\nQ:"), EOS, TINY, ())
+    shown = "".join(map(output.push, tokens("yes\n\nQ")))
+
+    assert shown == "yes"
+    assert shown + output.abort() == "yes\n\nQ"
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("stop", [("##",), ("b##cd", "##"), ("#",), ("##cd##", "cd#"), ("x",)])
+def test_stop_text_that_ends_after_min_tokens_ends_the_output(stop, include):
+    text = "ab##cd##"
+    token_ids = [token for character in text for token in tokens(character)]
+    assert len(token_ids) == len(text)
+    for min_tokens in range(len(text) + 1):
+        options = {"max_tokens": len(text), "min_tokens": min_tokens, "stop": stop}
+        ends = [
+            (end, start)
+            for start in range(len(text))
+            for word in stop
+            if text.startswith(word, start) and (end := start + len(word)) > min_tokens
+        ]
+        end, start = min(ends, default=(len(text), len(text)))
+
+        shown, ending, _ = follow(token_ids, **options, include_stop_str_in_output=include)
+
+        assert shown == text[: end if include else start], min_tokens
+        assert ending == (Ending("stop", text[start:end]) if ends else Ending("length"))

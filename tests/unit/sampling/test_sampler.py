@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -66,9 +67,9 @@ MIXED = [
 ]
 
 
-def mixed_rows(num_output=3):
+def mixed_rows():
     return [
-        Row(params, output_token_ids=[10 + index, 4, 4][:num_output], sampling_seed=100 + index)
+        Row(params, output_token_ids=[10 + index, 4, 4], sampling_seed=100 + index)
         for index, params in enumerate(MIXED)
     ]
 
@@ -91,12 +92,10 @@ def test_token_of_a_row_is_independent_of_the_batch(order, size):
 @given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([0.01, 1.0, 5.0, 30.0]))
 @settings(max_examples=30, deadline=None)
 def test_native_sampling_equals_the_operations_of_torch(seed, scale):
-    logits = scale * random_logits(len(MIXED), seed)
-    rows = mixed_rows()
+    logits, rows = scale * random_logits(len(MIXED), seed), mixed_rows()
+    ours, expected = (Sampler(VOCAB, EOS, native=n).sample(logits, rows) for n in (NATIVE, None))
 
-    expected = Sampler(VOCAB, EOS).sample(logits, rows)
-
-    assert Sampler(VOCAB, EOS, native=NATIVE).sample(logits, rows) == expected
+    assert ours == expected
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 3, 20])
@@ -105,20 +104,15 @@ def test_blocks_of_rows_give_equal_tokens(rows_at_once, greedy_rows, monkeypatch
     rows = [*mixed_rows()[1:], *[Row(SamplingParams(temperature=0.0))] * greedy_rows]
     logits, sizes = random_logits(len(rows)), []
     expected = Sampler(VOCAB, EOS).sample(logits, rows)
-    choose, score = device_sampling.choose, device_sampling.sampling.score
+    for module, name in ((device_sampling, "choose"), (device_sampling.sampling, "score")):
 
-    def chosen(logits, *args, **options):
-        sizes.append(len(logits))
-        return choose(logits, *args, **options)
+        def noted(call, logits, *args, **options):
+            sizes.append(len(logits))
+            return call(logits, *args, **options)
 
-    def scored(logits, *args):
-        sizes.append(len(logits))
-        return score(logits, *args)
-
+        monkeypatch.setattr(module, name, partial(noted, getattr(module, name)))
     block_bytes = rows_at_once * VOCAB * device_sampling.SCRATCH_BYTES_OF_TOKEN
     monkeypatch.setattr(device_sampling, "SCRATCH_BYTES", block_bytes)
-    monkeypatch.setattr(device_sampling, "choose", chosen)
-    monkeypatch.setattr(device_sampling.sampling, "score", scored)
 
     assert Sampler(VOCAB, EOS).sample(logits, rows) == expected
     assert max(sizes) == min(rows_at_once, len(MIXED) - 1)
@@ -178,87 +172,57 @@ def test_draws_follow_the_distribution(sampler):
     assert chi_square < 18.47, "the 0.1% point of chi-square with 4 degrees of freedom"
 
 
-def test_request_seed_overrides_the_engine_seed(sampler):
-    logits = torch.zeros(1, VOCAB)
-    seeded, unseeded = SamplingParams(temperature=1.0, seed=-5), SamplingParams(temperature=1.0)
+def test_draws_differ_by_position_and_by_the_seed_of_the_request_or_else_of_the_engine(sampler):
+    logits, numbers = torch.zeros(20, VOCAB), range(20)
+    one, seeded, unseeded = (SamplingParams(temperature=1.0, seed=seed) for seed in (1, -5, None))
+    drawn, again, at_seeds, by_engine = (
+        {token.token_id for token in sampler.sample(logits, rows)}
+        for rows in (
+            *[[Row(one, output_token_ids=[0] * n) for n in numbers]] * 2,
+            *([Row(params, sampling_seed=n) for n in numbers] for params in (seeded, unseeded)),
+        )
+    )
 
-    def draws(params):
-        rows = [Row(params, sampling_seed=seed) for seed in range(20)]
-        return {token.token_id for token in sampler.sample(logits.expand(20, -1), rows)}
-
-    assert len(draws(seeded)) == 1
-    assert len(draws(unseeded)) > 10
-
-
-def test_draws_differ_by_position_and_are_reproducible(sampler):
-    logits = torch.zeros(20, VOCAB)
-    rows = [
-        Row(SamplingParams(temperature=1.0, seed=1), output_token_ids=[0] * n) for n in range(20)
-    ]
-
-    first = sampler.sample(logits, rows)
-
-    assert len({token.token_id for token in first}) > 10
-    assert sampler.sample(logits, rows) == first
+    assert len(drawn) > 10
+    assert drawn == again
+    assert (len(at_seeds), len(by_engine) > 10) == (1, True)
 
 
-@pytest.mark.parametrize(
-    ("bad_token_ids", "banned"),
-    [
-        (((9,),), {9}),
-        (((6, 7, 9),), {9}),
-        (((7, 9), (3,)), {3, 9}),
-        (((5, 7, 9),), set()),
-        (((1, 1, 1, 1, 5, 6, 7, 9),), set()),
-    ],
-)
-def test_bad_token_ids_equal_transformers(sampler, bad_token_ids, banned):
+BAD = [(((9,),), {9}), (((6, 7, 9),), {9}), (((7, 9), (3,)), {3, 9}), (((5, 7, 9),), set())]
+BAD += [(((1, 1, 1, 1, 5, 6, 7, 9),), set())]
+
+
+def test_bad_token_ids_equal_transformers(sampler):
     logits = random_logits(1)
     logits[0, 9], logits[0, 3] = 50, 40
-    process = reference.NoBadWordsLogitsProcessor([list(ids) for ids in bad_token_ids])
-    expected = process(torch.tensor([[5, 6, 7]]), logits)
+    for bad_token_ids, banned in BAD:
+        process = reference.NoBadWordsLogitsProcessor([list(ids) for ids in bad_token_ids])
+        expected = process(torch.tensor([[5, 6, 7]]), logits)
+        row = Row(SamplingParams(bad_token_ids=bad_token_ids), [5, 6], [7])
+        (token,) = sampler.sample(logits, [row])
 
-    row = Row(
-        SamplingParams(bad_token_ids=bad_token_ids), prompt_token_ids=[5, 6], output_token_ids=[7]
-    )
-    (token,) = sampler.sample(logits, [row])
-
-    assert set(expected[0].isinf().nonzero().flatten().tolist()) == banned
-    assert token.token_id == expected.argmax()
+        assert set(expected[0].isinf().nonzero().flatten().tolist()) == banned
+        assert token.token_id == expected.argmax()
 
 
-def test_min_tokens_equals_transformers(sampler):
+def test_min_tokens_equals_transformers_and_does_not_mask_an_ignored_end_token(sampler):
     logits = random_logits(1)
     logits[0, [1, 2, 3]] = torch.tensor([50.0, 49.0, 48.0])
     params = SamplingParams(min_tokens=2, stop_token_ids=(3,))
-
+    ignoring = SamplingParams(min_tokens=2, ignore_eos=True)
     for num_output in range(4):
         output = [7] * num_output
         (token,) = sampler.sample(logits, [Row(params, output_token_ids=output)])
-
         process = reference.MinNewTokensLengthLogitsProcessor(3, 2, [*EOS, 3])
-        expected = process(torch.tensor([[5, 6, 7, *output]]), logits).argmax()
-        assert token.token_id == expected
-
-
-def test_ignored_eos_token_is_not_masked_by_min_tokens(sampler):
-    logits = random_logits(1)
-    logits[0, 1] = 50
-
-    (token,) = sampler.sample(logits, [Row(SamplingParams(min_tokens=2, ignore_eos=True))])
-
-    assert token.token_id == 1
+        assert token.token_id == process(torch.tensor([[5, 6, 7, *output]]), logits).argmax()
+    assert sampler.sample(logits, [Row(ignoring)])[0].token_id == 1
 
 
 def test_repetition_penalty_includes_the_prompt_and_presence_penalty_does_not(sampler):
     logits = torch.zeros(2, VOCAB)
     logits[:, 5], logits[:, 6], logits[:, 8] = 3.0, 2.5, 2.0
-    rows = [
-        Row(SamplingParams(repetition_penalty=2.0), output_token_ids=[6]),
-        Row(SamplingParams(presence_penalty=2.0), output_token_ids=[6]),
-    ]
-
-    tokens = sampler.sample(logits, rows)
+    penalties = (SamplingParams(repetition_penalty=2.0), SamplingParams(presence_penalty=2.0))
+    tokens = sampler.sample(logits, [Row(each, output_token_ids=[6]) for each in penalties])
 
     assert [token.token_id for token in tokens] == [8, 5]
 
@@ -315,9 +279,8 @@ def test_undecodable_tokens_count_in_log_probabilities_and_are_not_listed(undeco
     assert (token.token_id, token.rank, scored.rank) == (ranked[0], 1, 2)
     assert token.top_logprobs == scored.top_logprobs
     assert [i for i, _ in token.top_logprobs] == ranked[:3]
-    assert [value for _, value in token.top_logprobs] == pytest.approx(
-        log_probs[ranked[:3]].tolist()
-    )
+    values = [value for _, value in token.top_logprobs]
+    assert values == pytest.approx(log_probs[ranked[:3]].tolist())
     assert scored.logprob == pytest.approx(float(log_probs[ranked[1]]))
 
 
@@ -350,11 +313,9 @@ def test_logits_are_copied_only_if_undecodable_tokens_are_between_others():
         found = Sampler(VOCAB, EOS, undecodable_ids=undecodable).candidates(logits, rows)
         return found.data_ptr() != logits.data_ptr()
 
-    assert [copies(ids) for ids in ((), UNDECODABLE["tail"], UNDECODABLE["holes"])] == [
-        False,
-        False,
-        True,
-    ]
+    assert not copies(())
+    assert not copies(UNDECODABLE["tail"])
+    assert copies(UNDECODABLE["holes"])
 
 
 def test_logprobs_are_computed_from_the_unmodified_logits(sampler):
@@ -370,82 +331,59 @@ def test_logprobs_are_computed_from_the_unmodified_logits(sampler):
     assert (token.token_id, token.rank) == (ranked[2], 3)
     assert token.logprob == pytest.approx(float(expected[ranked[2]]))
     assert [token_id for token_id, _ in token.top_logprobs] == ranked[:2]
-    assert [value for _, value in token.top_logprobs] == pytest.approx(
-        expected[ranked[:2]].tolist()
-    )
-
-
-def test_each_row_gets_its_requested_number_of_logprobs(sampler):
+    values = [value for _, value in token.top_logprobs]
+    assert values == pytest.approx(expected[ranked[:2]].tolist())
     rows = [Row(SamplingParams(logprobs=count)) for count in (None, 0, 1, 5)]
-
-    tokens = sampler.sample(random_logits(4), rows)
-
-    assert tokens[0].top_logprobs is None
-    assert tokens[0].logprob is None
-    assert [len(token.top_logprobs) for token in tokens[1:]] == [0, 1, 5]
+    none, *tokens = sampler.sample(random_logits(4), rows)
+    assert none.top_logprobs is none.logprob is None
+    assert [len(token.top_logprobs) for token in tokens] == [0, 1, 5]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(logprobs=1),
-        SamplingParams(temperature=1.0, top_k=3, top_p=0.9, min_p=0.1, logprobs=1),
-    ],
+    "options", [{}, {"temperature": 1.0, "top_k": 3, "top_p": 0.9, "min_p": 0.1}]
 )
-def test_row_with_non_finite_logits_fails_alone(sampler, value, params):
-    logits = random_logits(3)
+def test_row_with_non_finite_logits_fails_alone(sampler, value, options):
+    logits, params = random_logits(3), SamplingParams(logprobs=1, **options)
     rows = [Row(params, sampling_seed=seed) for seed in range(3)]
     expected = sampler.sample(logits, rows)
     logits[1, 60] = value
+    first, broken, last = sampler.sample(logits, rows)
 
-    tokens = sampler.sample(logits, rows)
-
-    assert (tokens[1].token_id, tokens[1].error) == (
-        NO_TOKEN,
-        "the model returned NaN or infinite logits",
-    )
-    assert (tokens[0], tokens[2]) == (expected[0], expected[2])
+    assert broken.token_id == NO_TOKEN
+    assert broken.error == "the model returned NaN or infinite logits"
+    assert (first, last) == (expected[0], expected[2])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_row_without_allowed_tokens_fails_alone(sampler, temperature):
-    empty = SamplingParams(
-        temperature=temperature, allowed_token_ids=(3,), bad_token_ids=((3,),), logprobs=1
-    )
-
+    banned = {"allowed_token_ids": (3,), "bad_token_ids": ((3,),), "logprobs": 1}
+    empty = SamplingParams(temperature=temperature, **banned)
     tokens = sampler.sample(random_logits(2), [Row(empty), Row(SamplingParams())])
 
     assert "allowed_token_ids" in tokens[0].error
     assert tokens[1].error is None
 
 
-def test_empty_batch_gives_no_tokens(sampler):
+def test_rows_are_those_of_the_logits(sampler):
     assert sampler.sample(torch.empty(0, VOCAB), []) == []
-
-
-def test_mismatched_rows_and_logits_raise_an_invariant_error(sampler):
     with pytest.raises(InvariantError, match="2 rows"):
         sampler.sample(random_logits(1), [Row(SamplingParams())] * 2)
     with pytest.raises(InvariantError):
         sampler.sample(random_logits(1)[:, :-1], [Row(SamplingParams())])
 
 
-def test_prompt_logprobs_in_parts_equal_those_at_once(monkeypatch):
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_prompt_logprobs_in_parts_equal_those_at_once(one_by_one, monkeypatch):
     monkeypatch.setattr("quire.sampling.sampler.PROMPT_ROWS_AT_ONCE", 3)
-    logits = random_logits(8)
-    next_token_ids = list(range(20, 28))
+    logits, following = random_logits(8), [*range(20, 26), 20, 100]
+    scored = prompt_logprobs(logits, following, 2, one_by_one=one_by_one)
 
-    scored = prompt_logprobs(logits, next_token_ids, 2)
-
-    expected = logits.log_softmax(dim=-1)
-    assert [token.token_id for token in scored] == next_token_ids
-    assert [token.logprob for token in scored] == pytest.approx(
-        [float(expected[i, token]) for i, token in enumerate(next_token_ids)]
-    )
-    assert [token.rank for token in scored] == [
-        1 + int((logits[i] > logits[i, token]).sum()) for i, token in enumerate(next_token_ids)
-    ]
+    expected = logits.log_softmax(dim=-1)[range(8), following].tolist()
+    ranks = 1 + (logits > logits[range(8), following][:, None]).sum(dim=1)
+    assert [token.token_id for token in scored] == following
+    assert [token.logprob for token in scored] == pytest.approx(expected)
+    assert [token.rank for token in scored] == ranks.tolist()
     assert scored[7].top_logprobs[0][0] == logits[7].argmax()
 
 
@@ -457,17 +395,11 @@ def test_prompt_logprobs_of_non_finite_logits_are_refused():
         prompt_logprobs(logits, [1, 2], 0)
 
 
-def test_one_by_one_sampling_equals_batched_sampling(sampler):
-    alone = Sampler(VOCAB, EOS, one_by_one=True)
-    logits, rows = random_logits(len(MIXED)), mixed_rows()
-
-    assert alone.sample(logits, rows) == sampler.sample(logits, rows)
-
-
-def test_one_by_one_sampling_batches_greedy_rows(monkeypatch):
+def test_one_by_one_sampling_equals_batched_sampling_and_batches_greedy_rows(sampler, monkeypatch):
     """An argmax is exact: only rows with logprobs are computed one by one."""
-    alone, sizes = Sampler(VOCAB, EOS, one_by_one=True), []
-    sample = Sampler.sample
+    alone, sizes, sample = Sampler(VOCAB, EOS, one_by_one=True), [], Sampler.sample
+    logits, rows = random_logits(len(MIXED)), mixed_rows()
+    assert alone.sample(logits, rows) == sampler.sample(logits, rows)
     monkeypatch.setattr(
         Sampler, "sample", lambda self, x, rows: sizes.append(len(rows)) or sample(self, x, rows)
     )
@@ -475,11 +407,3 @@ def test_one_by_one_sampling_batches_greedy_rows(monkeypatch):
         alone.sample(random_logits(3), [Row(params)] * 3)
 
     assert sizes == [3, 3, 1, 1, 1]
-
-
-def test_one_by_one_prompt_logprobs_equal_batched_ones():
-    logits, following = random_logits(7), [3, 9, 4, 4, 100, 2, 1]
-
-    assert prompt_logprobs(logits, following, 2, one_by_one=True) == (
-        prompt_logprobs(logits, following, 2)
-    )

@@ -1,11 +1,12 @@
-"""Several choices of one prompt: one prefill, forked pages, preempted and resumed as a group."""
+"""Several choices of one prompt, and beams: one prefill, forked pages, preempted as a group."""
 
 import random
 from dataclasses import replace
 from functools import cache
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -13,12 +14,13 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import NeverFits, RequestError
+from quire.sampling.beam import BeamSearch, Candidate
 from quire.sampling.outputs import OutputBuilder
-from support import engines
+from quire.sampling.sampler import Sampler
+from support import engines, zoo
 
 PROMPT = list(range(5, 26))  # 21 tokens
-PAGE_TOKENS = 4
-TOLERANCE = 1e-4
+END = 9
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2_window"])
@@ -32,9 +34,7 @@ def llama():
 
 
 def engine_of(model, *, num_sequences=8.0, longest=40, **kv) -> Engine:
-    return engines.engine_for(
-        model, room=num_sequences, longest=longest, page_tokens=PAGE_TOKENS, **kv
-    )
+    return engines.engine_for(model, room=num_sequences, longest=longest, page_tokens=4, **kv)
 
 
 def drawn(**options) -> SamplingParams:
@@ -42,27 +42,44 @@ def drawn(**options) -> SamplingParams:
     return SamplingParams(**defaults | options)
 
 
-def run_one(engine, params, prompt=PROMPT, **submit):
-    return run_all(engine, [(prompt, params)], **submit)[0]
+def run_one(engine, params, prompt=PROMPT):
+    return run_all(engine, [(prompt, params)])[0]
 
 
-def run_all(engine, batch, on_step=lambda: None, **submit):
+def run_all(engine, batch):
     builders, done = {}, {}
     for prompt, params in batch:
-        request_id = engine.submit(GenerationRequest(prompt, params, **submit))
+        request_id = engine.submit(GenerationRequest(prompt, params))
         builders[request_id] = OutputBuilder(request_id, tuple(prompt))
     while engine.has_work:
         for delta in engine.step():
             output = builders[delta.request_id].add(delta)
             if output is not None:
                 done[delta.request_id] = output
-        on_step()
     engine.check()
     return [done[request_id] for request_id in builders]
 
 
+def beams(**options) -> SamplingParams:
+    defaults = {"n": 2, "use_beam_search": True, "max_tokens": 6, "ignore_eos": True}
+    return SamplingParams(**defaults | options)
+
+
 def run_single(model, seed, **options):
     return run_one(engine_of(model), drawn(seed=seed, **options))
+
+
+def steps_of(engine, params):
+    """Deltas of each step."""
+    engine.submit(GenerationRequest(PROMPT, params, request_id="r"))
+    return [engine.step() for _ in iter(lambda: engine.has_work, False)]
+
+
+def pages_of(engine):
+    """Pages that fit in the memory, and the bytes of one."""
+    memory = engine.pool.kv.memory
+    page_bytes = memory.layout.page_classes[0].page_bytes
+    return memory.total_bytes // page_bytes, page_bytes
 
 
 @cache
@@ -90,20 +107,6 @@ def test_tokens_that_the_tokenizer_lacks_are_not_generated(llama, options):
     assert max(tops) < len(vocab)
 
 
-class CountedCopies:
-    """Delegates to a store, and counts copied pages."""
-
-    def __init__(self, store) -> None:
-        self._store, self.num_pages = store, 0
-
-    def copy_pages(self, page_class, source, target):
-        self.num_pages += len(source)
-        self._store.copy_pages(page_class, source, target)
-
-    def __getattr__(self, name):
-        return getattr(self._store, name)
-
-
 # ---- outputs -----------------------------------------------------------------------------------
 
 
@@ -129,13 +132,9 @@ def test_prompt_is_prefilled_and_counted_once(llama):
 
 
 def test_deltas_have_a_choice_index_and_the_last_is_marked(llama):
-    engine = engine_of(llama)
-    request_id = engine.submit(GenerationRequest(PROMPT, drawn(n=2, max_tokens=3)))
-    deltas = []
-    while engine.has_work:
-        deltas += engine.step()
+    deltas = [d for step in steps_of(engine_of(llama), drawn(n=2, max_tokens=3)) for d in step]
 
-    assert {delta.request_id for delta in deltas} == {request_id}
+    assert {delta.request_id for delta in deltas} == {"r"}
     assert [delta.index for delta in deltas] == [0, 1] * 3
     assert [delta.is_last for delta in deltas] == [False] * 5 + [True]
     assert [delta.finish_reason for delta in deltas[-2:]] == ["length"] * 2
@@ -148,51 +147,50 @@ def test_best_of_returns_the_max_likely_choices_in_order(llama):
 
     assert [choice.token_ids for choice in best.choices] == [o.token_ids for o in ranked[:2]]
     assert [choice.score for choice in best.choices] == pytest.approx(
-        [o.score for o in ranked[:2]], abs=TOLERANCE
+        [o.score for o in ranked[:2]], abs=1e-4
     )
     assert best.choices[0].score > best.choices[1].score
     assert best.logprobs is None  # not requested
     assert best.usage.completion_tokens == 50  # includes dropped choices
 
 
-def test_ranked_choices_are_emitted_after_all_have_ended(llama):
-    engine = engine_of(llama)
-    engine.submit(GenerationRequest(PROMPT, drawn(n=1, best_of=2, logprobs=1, max_tokens=4)))
-    steps = []
-    while engine.has_work:
-        steps.append(engine.step())
+def test_ranked_choices_and_beams_are_emitted_after_all_have_ended(llama):
+    ranked = steps_of(engine_of(llama), drawn(n=1, best_of=2, logprobs=1, max_tokens=4))
+    searched = steps_of(engine_of(llama), beams(n=2, beam_width=3))
 
-    assert [len(deltas) for deltas in steps] == [0] * (len(steps) - 1) + [1]
-    assert len(steps[-1][0].logprobs) == 4
+    assert [len(deltas) for deltas in ranked] == [0] * (len(ranked) - 1) + [1]
+    assert len(ranked[-1][0].logprobs) == 4
+    assert [len(deltas) for deltas in searched] == [0] * 5 + [2]
+    assert [delta.index for delta in searched[-1]] == [0, 1]
+    assert [delta.is_last for delta in searched[-1]] == [False, True]
 
 
 def test_prompt_is_scored_once_for_all_choices(llama):
-    together = run_one(engine_of(llama), drawn(n=3, prompt_logprobs=1))
-    single = run_one(engine_of(llama), drawn(prompt_logprobs=1))
+    together, single, untold = (
+        run_one(engine_of(llama), params)
+        for params in (
+            drawn(n=3, prompt_logprobs=1),
+            drawn(prompt_logprobs=1),
+            SamplingParams(n=3, max_tokens=0, prompt_logprobs=0),
+        )
+    )
+    expected = [score.logprob for score in single.prompt_logprobs[1:]]
 
-    assert len(together.prompt_logprobs) == len(PROMPT)
-    for actual, expected in zip(
-        together.prompt_logprobs[1:], single.prompt_logprobs[1:], strict=True
-    ):
-        assert actual.logprob == pytest.approx(expected.logprob, abs=TOLERANCE)
+    assert len(together.prompt_logprobs) == len(untold.prompt_logprobs) == len(PROMPT)
+    found = [score.logprob for score in together.prompt_logprobs[1:]]
+    assert found == pytest.approx(expected, abs=1e-4)
+    assert [choice.finish_reason for choice in untold.choices] == ["length"] * 3
 
 
 def test_prompt_scores_are_independent_of_the_best_choice(llama):
     """One of four choices is returned, which is not always the first."""
-    single = run_one(engine_of(llama), drawn(prompt_logprobs=0))
-    for seed in range(5, 10):
-        best = run_one(engine_of(llama), drawn(best_of=4, prompt_logprobs=0, seed=seed))
+    single, *best = (
+        run_one(engine_of(llama), drawn(prompt_logprobs=0, **options))
+        for options in ({}, *({"best_of": 4, "seed": seed} for seed in range(5, 10)))
+    )
 
-        assert [score and score.token_id for score in best.prompt_logprobs] == [
-            score and score.token_id for score in single.prompt_logprobs
-        ]
-
-
-def test_several_choices_without_tokens_finish_separately(llama):
-    scored = run_one(engine_of(llama), SamplingParams(n=3, max_tokens=0, prompt_logprobs=0))
-
-    assert [choice.finish_reason for choice in scored.choices] == ["length"] * 3
-    assert len(scored.prompt_logprobs) == len(PROMPT)
+    scored = [[s and s.token_id for s in one.prompt_logprobs] for one in (single, *best)]
+    assert scored == scored[:1] * 6
 
 
 def test_each_choice_ends_independently(llama):
@@ -217,30 +215,26 @@ def test_only_the_partly_filled_page_is_copied(llama):
     """
     engine = engine_of(llama, enable_prefix_caching=False)
     memory = engine.pool.kv.memory
-    copies = memory.store = CountedCopies(memory.store)
-    page_bytes = memory.layout.page_classes[0].page_bytes
-
+    copies = memory.store = Mock(wraps=memory.store)
     usage = run_one(engine, drawn(n=4)).usage
 
-    assert copies.num_pages == 3 * 2
-    assert memory.arena_peak_bytes == 17 * 2 * page_bytes
-    assert usage.kv_peak_bytes == 17 * 2 * page_bytes
+    num_copied = [len(call.args[1]) for call in copies.copy_pages.call_args_list]
+    assert sum(num_copied) == 3 * 2
+    assert memory.arena_peak_bytes == usage.kv_peak_bytes == 17 * 2 * pages_of(engine)[1]
 
 
 # ---- cancelling --------------------------------------------------------------------------------
 
 
-def cancelled(engine, params, after_steps, *index, before=tuple):
+def cancelled(engine, params, after_steps, *index):
     """The output of a request that is cancelled, or one of its choices, after some steps."""
-    builder = OutputBuilder(
-        engine.submit(GenerationRequest(PROMPT, params, request_id="r")), tuple(PROMPT)
-    )
+    engine.submit(GenerationRequest(PROMPT, params, request_id="r"))
     deltas = [delta for _ in range(after_steps) for delta in engine.step()]
-    deltas += before()
     engine.cancel("r", *index)
     while engine.has_work:
         deltas += engine.step()
     engine.check()
+    builder = OutputBuilder("r", tuple(PROMPT))
     [output] = [output for delta in deltas if (output := builder.add(delta)) is not None]
     return output
 
@@ -259,14 +253,16 @@ def test_one_choice_can_be_cancelled(llama, index, after_steps):
             assert choice.token_ids == expected
 
 
-@pytest.mark.parametrize("after_steps", [0, 1, 4])
-@pytest.mark.parametrize("best_of", [None, 3])
-def test_all_choices_can_be_cancelled(llama, after_steps, best_of):
-    params = drawn(n=3, best_of=best_of)
+@pytest.mark.parametrize("after_steps", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("params", "index"),
+    [(drawn(n=3), ()), (drawn(n=3, best_of=3), ()), (beams(beam_width=4), (1,))],
+)
+def test_all_choices_can_be_cancelled(llama, after_steps, params, index):
+    """Ranked beams are cancelled together."""
+    output = cancelled(engine_of(llama, chunk_tokens=8), params, after_steps, *index)
 
-    output = cancelled(engine_of(llama, chunk_tokens=8), params, after_steps)
-
-    assert [choice.finish_reason for choice in output.choices] == ["abort"] * 3
+    assert [choice.finish_reason for choice in output.choices] == ["abort"] * params.n
 
 
 def test_request_id_is_reusable_after_all_choices_have_ended(llama):
@@ -333,9 +329,7 @@ def test_group_runs_together_if_its_pages_fit_and_else_separately(llama):
     (5 + 3 n) * 2 pages. Three sequences of 30 tokens without sharing need 48 pages.
     """
     engine = engine_of(llama, num_sequences=3.0, longest=30)
-    memory = engine.pool.kv.memory
-    pages = memory.total_bytes // memory.layout.page_classes[0].page_bytes
-    largest = (pages // 2 - 5) // 3
+    largest = (pages_of(engine)[0] // 2 - 5) // 3
 
     for n, fits in ((largest, True), (largest + 1, False)):
         engine.submit(GenerationRequest(PROMPT, drawn(n=n), request_id="r"))
@@ -345,29 +339,22 @@ def test_group_runs_together_if_its_pages_fit_and_else_separately(llama):
         assert len(run_one(engine, drawn(n=n)).choices) == n
 
 
-@pytest.mark.parametrize("limit", [{"max_num_seqs": 3}, {"num_sequences": 1.2}])
-def test_choices_that_cannot_run_together_are_equal(llama, limit):
-    together = run_one(engine_of(llama, **limit), drawn(n=5))
-
-    expected = [run_single(llama, seed).token_ids for seed in range(5, 10)]
-    assert [choice.token_ids for choice in together.choices] == expected
-
-
 @pytest.mark.parametrize(
     "limits", [{"max_num_seqs": 1}, {"num_sequences": 1.2}, {"max_num_seqs": 3}]
 )
-def test_kv_peak_of_sequential_choices_counts_concurrent_ones_only(llama, limits):
+def test_choices_that_cannot_run_together_are_equal_and_count_concurrent_pages(llama, limits):
     """At any time five choices hold at most the memory of 1.2 sequences, or of one."""
     engine = engine_of(llama, **limits)
-    page_bytes = engine.pool.kv.memory.layout.page_classes[0].page_bytes
-    usage = run_one(engine, drawn(n=5)).usage
-    single_bytes = run_one(engine_of(llama), drawn(n=1)).usage.kv_peak_bytes
+    together = run_one(engine, drawn(n=5))
+    singles = [run_single(llama, seed) for seed in range(5, 10)]
+    peak_bytes, single_bytes = together.usage.kv_peak_bytes, singles[0].usage.kv_peak_bytes
 
-    assert single_bytes <= usage.kv_peak_bytes <= engine.pool.kv.memory.total_bytes
+    assert [choice.token_ids for choice in together.choices] == [one.token_ids for one in singles]
+    assert single_bytes <= peak_bytes <= engine.pool.kv.memory.total_bytes
     if limits == {"max_num_seqs": 1}:
-        assert usage.kv_peak_bytes == single_bytes
+        assert peak_bytes == single_bytes
     if limits == {"max_num_seqs": 3}:
-        assert single_bytes + 2 * 2 * page_bytes <= usage.kv_peak_bytes <= 3 * single_bytes
+        assert single_bytes + 2 * 2 * pages_of(engine)[1] <= peak_bytes <= 3 * single_bytes
 
 
 def test_request_that_never_fits_is_refused_completely(llama):
@@ -380,7 +367,197 @@ def test_request_that_never_fits_is_refused_completely(llama):
 
 
 def test_choices_differ_without_a_seed(llama):
-    result = run_one(engine_of(llama), drawn(n=4, seed=None))
+    done = run_one(engine_of(llama), drawn(n=4, seed=None))
+    choices = {choice.token_ids for choice in done.choices}
 
-    assert len({choice.token_ids for choice in result.choices}) > 1
-    assert np.all([len(choice.token_ids) == 10 for choice in result.choices])
+    assert len(choices) > 1
+    assert {len(tokens) for tokens in choices} == {10}
+
+
+# ---- beams -------------------------------------------------------------------------------------
+
+SEARCHES = {  # options, candidates of each step: open beams, ended beams with scores, is it done
+    "the best open and the best ended beams are retained": (
+        *({}, [[(-1.0, 0, END), (-2.0, 0, 3), (-2.5, 0, 4)]]),
+        *([[3], [4]], [(-1.0, [END])], False),
+    ),
+    "an ended candidate beyond the beam width is ignored": (
+        *({}, [[(-1.0, 0, 3), (-2.0, 0, 4), (-3.0, 0, END)]]),
+        *([[3], [4]], [], False),
+    ),
+    "scores are divided by the length to the length penalty": (
+        {"length_penalty": 2.0},
+        [[(-1.0, 0, 3), (-2.0, 0, 4)], [(-6.0, 1, END), (-7.0, 0, 5), (-8.0, 1, 5)]],
+        *([[3, 5], [4, 5]], [(-6.0 / 2**2, [4, END])], False),
+    ),
+    "all beams end at max_tokens": (
+        *({"max_tokens": 1}, [[(-1.0, 0, 3), (-2.0, 0, 4)]]),
+        *([], [(-1.0, [3]), (-2.0, [4])], True),
+    ),
+    "fewer candidates give fewer beams": ({}, [[(-1.0, 0, 3)]], [[3]], [], False),
+}
+# -4.1 over 2 tokens is still better than the worst ended beam, -5 over 1
+FULL_LIST = [[(-1.0, 0, END), (-2.0, 0, 3), (-2.1, 0, 4)]]
+FULL_LIST += [[(-9.9, 0, END), (-8.1, 0, 5), (-8.2, 1, 5)]]
+# ended: -1 and -2 / 2 = -1; open: -6, over its 2 tokens -3, over all 10 it could be -0.6
+AT_MAX_TOKENS = [[(-1.0, 0, END), (-1.5, 0, 3), (-1.6, 0, 4)]]
+AT_MAX_TOKENS += [[(-2.0, 0, END), (-6.0, 0, 5), (-6.1, 1, 5)]]
+STOPPED = [  # early_stopping, max_tokens, candidates, is it done
+    *((True, 6, FULL_LIST, True), (False, 6, FULL_LIST, False), ("never", 6, FULL_LIST, False)),
+    *((False, 10, AT_MAX_TOKENS, True), ("never", 10, AT_MAX_TOKENS, False)),
+]
+
+
+def search_of(steps, **options) -> BeamSearch:
+    search = BeamSearch(beams(stop_token_ids=[END], **options), ())
+    for candidates in steps:
+        parents = search.advance([Candidate(*candidate) for candidate in candidates])
+        assert search.is_done or parents == [parent for _, parent, t in candidates if t != END][:2]
+    return search
+
+
+def test_a_search_retains_the_best_open_and_ended_beams():
+    def tokens(path) -> list[int]:
+        return [candidate.token_id for candidate in path]
+
+    for name, (options, steps, opened, ended, done) in SEARCHES.items():
+        search = search_of(steps, **options)
+
+        assert search.is_done == done, name
+        assert done or [tokens(beam) for beam in search.beams] == opened, name
+        assert [(h.score, tokens(h.path)) for h in search.ended] == ended, name
+    assert search.scores == [-1.0]
+
+
+def test_early_stopping_decides_when_a_full_list_of_ended_beams_ends_the_search():
+    for early, max_tokens, steps, done in STOPPED:
+        search = search_of(steps, early_stopping=early, max_tokens=max_tokens)
+
+        assert (len(search.ended), search.is_done) == (2, done), early
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0.7}, "temperature=0.7 is an option of random sampling"),
+        ({"top_k": 5}, "top_k=5 is an option of random sampling"),
+        ({"top_p": 0.9}, "top_p=0.9 is an option of random sampling"),
+        ({"min_p": 0.1}, "min_p=0.1 is an option of random sampling"),
+        ({"stop": "x"}, "stop_token_ids"),
+        ({"beam_width": 1}, "beam_width=1 is less than n=2"),
+        ({"best_of": 1}, "best_of=1 is less than n=2"),
+        ({"best_of": 3, "beam_width": 4}, "leave one out"),
+        ({"max_tokens": 0, "prompt_logprobs": 1}, "max_tokens >= 1 with beam search"),
+        ({"early_stopping": "always"}, 'true, false or "never"'),
+        ({"use_beam_search": False, "beam_width": 3}, "is an option of beam search"),
+        ({"use_beam_search": False, "early_stopping": True}, "is an option of beam search"),
+        ({"use_beam_search": False, "best_of": 1}, "best_of=1 is less than n=2"),
+    ],
+)
+def test_incompatible_options_are_refused(options, message):
+    with pytest.raises(RequestError, match=message):
+        beams(**options)
+
+
+def test_options_of_beams_and_defaults_of_the_model():
+    class Warm:
+        temperature, top_k, top_p, min_p, repetition_penalty = 0.7, 50, 0.9, 0.1, 1.1
+
+    resolved = beams().resolve(Warm())
+
+    assert [beams(**o).num_sequences for o in ({}, {"best_of": 5}, {"beam_width": 4})] == [2, 5, 4]
+    assert resolved.greedy
+    assert (resolved.top_k, resolved.top_p, resolved.min_p) == (0, 1.0, 0.0)
+    assert resolved.repetition_penalty == 1.1
+
+
+def test_one_beam_equals_greedy_decoding(llama):
+    greedy, one = (run_one(engine_of(llama), p) for p in (engines.greedy(6), beams(n=1)))
+
+    assert one.token_ids == greedy.token_ids
+
+
+def test_logprobs_of_a_beam_sum_to_its_score(llama):
+    output = run_one(engine_of(llama), beams(n=3, logprobs=2, length_penalty=0.5))
+
+    for choice in output.choices:
+        total = sum(token.logprob for token in choice.logprobs)
+        assert choice.score == pytest.approx(total / 6**0.5, abs=1e-4)
+        assert [token.token_id for token in choice.logprobs] == list(choice.token_ids)
+        assert all(len(token.top_logprobs) == 2 for token in choice.logprobs)
+
+
+def test_prompt_of_a_search_is_prefilled_and_scored_once(llama):
+    engine = engine_of(llama, enable_prefix_caching=False)
+
+    output = run_one(engine, beams(n=2, beam_width=4, prompt_logprobs=0))
+
+    assert engine.num_processed_tokens == len(PROMPT) + 4 * 5
+    assert len(output.prompt_logprobs) == len(PROMPT)
+    assert output.usage.completion_tokens == 2 * 6  # of the returned sequences
+
+
+def test_token_masks_apply_to_every_beam(llama):
+    """With 2 allowed tokens, the first step has 2 beams and the second 4."""
+    three = run_one(engine_of(llama), beams(n=4, allowed_token_ids=[30, 31, 32]))
+    two = run_one(engine_of(llama), beams(n=4, allowed_token_ids=[30, 31], max_tokens=2))
+
+    assert {token for choice in three.choices for token in choice.token_ids} <= {30, 31, 32}
+    assert len({choice.token_ids for choice in three.choices}) == 4
+    assert {c.token_ids for c in two.choices} == {(i, j) for i in (30, 31) for j in (30, 31)}
+
+
+@pytest.mark.parametrize(
+    ("undecodable", "options"),
+    [
+        (range(zoo.VOCAB_SIZE - 90, zoo.VOCAB_SIZE), {}),
+        (range(40), {}),
+        (range(40), {"logit_bias": {33: 20.0}}),
+    ],
+)
+def test_undecodable_tokens_are_in_no_beam(llama, undecodable, options):
+    engine = engine_of(llama)
+    sampler = engine.sampling_step.sampler
+    engine.sampling_step.sampler = Sampler(sampler.vocab_size, (), undecodable_ids=undecodable)
+
+    output = run_one(engine, beams(n=3, logprobs=2, **options))
+
+    found = {token for choice in output.choices for token in choice.token_ids}
+    assert found & set(undecodable) == options.get("logit_bias", {}).keys()
+    listed = {i for c in output.choices for t in c.logprobs for i, _ in t.top_logprobs}
+    assert not listed & set(undecodable)
+
+
+def test_non_finite_logits_end_the_search_with_an_error(llama):
+    engine = engine_of(llama)
+
+    def broken(_module, _inputs, logits):
+        return torch.full_like(logits, torch.nan) if engine.num_steps == 2 else None
+
+    with llama.decoder.model.lm_head.register_forward_hook(broken):
+        output = run_one(engine, beams(n=2, beam_width=3))
+
+    assert "NaN" in output.error
+    assert [choice.finish_reason for choice in output.choices] == ["error"] * 2
+
+
+def test_eviction_applies_to_every_beam(llama):
+    """Prefill of a beam's tokens under the same rule gives each token the same score."""
+    policy = "recent:cap=12,every=4"
+    engine = engine_of(llama, longest=12, evict=policy)
+    for choice in run_one(engine, beams(n=3, max_tokens=12, logprobs=0)).choices:
+        token_ids = [*PROMPT, *choice.token_ids]
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        scored = run_one(engine_of(llama, evict=policy), params, prompt=token_ids)
+        expected = [token.logprob for token in scored.prompt_logprobs[len(PROMPT) :]]
+        assert [token.logprob for token in choice.logprobs] == pytest.approx(expected, abs=1e-4)
+
+
+def test_more_beams_than_fit_memory_are_refused(llama):
+    """26 tokens take 7 pages in each of 2 layers, of which 5 are shared: w beams need 5 + 2 w."""
+    engine = engine_of(llama, num_sequences=2.0, longest=26)
+    most = (pages_of(engine)[0] // 2 - 5) // 2
+
+    with pytest.raises(NeverFits, match=f"in {most + 1} beams need .* use fewer beams"):
+        engine.submit(GenerationRequest(PROMPT, beams(beam_width=most + 1)))
+    assert len(run_one(engine, beams(beam_width=most)).choices) == 2

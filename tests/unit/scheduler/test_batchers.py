@@ -1,19 +1,20 @@
-"""The guarantees of each batcher, step by step, over a KV memory without bytes."""
+"""The guarantees of each batcher, step by step, and batches that shrink before memory is full."""
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
+from quire.config.generation_request import GenerationRequest
+from quire.config.kv_config import KVConfig
+from quire.engine.core import Engine
 from quire.errors import ConfigError, UnknownName, UnsoundCombination
-from quire.scheduler.batchers import (
-    BATCHERS,
-    DENSE_BATCHERS,
-    parse_batcher,
-    parse_dense_batcher,
-)
+from quire.scheduler import batchers
+from quire.scheduler.batchers import BATCHERS, DENSE_BATCHERS, parse_dense_batcher
 from quire.scheduler.batchers.base import BatchView, is_prefilled, unit_of
 from quire.scheduler.request import RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.scheduler import SCALED_DOWN
+from support.engines import greedy, load
 from support.scheduler_load import SchedulerLoad, Setting
 
 ROWS = 3
@@ -24,6 +25,11 @@ def load_of(batcher, **setting):
     """A load with ample memory by default."""
     ample = {"pages": 400, "max_num_seqs": ROWS, "max_num_batched_tokens": 40, "host_pages": 400}
     return SchedulerLoad(Setting(batcher=batcher, **ample | setting))
+
+
+def run_steps(load, count):
+    for _ in range(count):
+        load.step()
 
 
 def submit(load, *jobs, priority=0):
@@ -53,29 +59,23 @@ JOBS = [(6, 3), (8, 9), (5, 5), (20, 4), (7, 2), (19, 6), (4, 4)]
 
 def test_static_batch_completes_before_the_next_batch_starts():
     load = load_of("static")
-    requests = submit(load, *JOBS)
-    plans = steps(load)
-    spans = {}
+    names, plans, spans = [r.request_id for r in submit(load, *JOBS)], steps(load), {}
     for number, (tokens, _) in enumerate(plans):
         for name in tokens:
             spans.setdefault(name, [number, number])[1] = number
-    first, second = requests[:ROWS], requests[ROWS : 2 * ROWS]
 
-    ends = [spans[r.request_id][1] for r in first]
-    assert min(spans[r.request_id][0] for r in second) > max(ends)
+    ends = [spans[name][1] for name in names[:ROWS]]
+    assert min(spans[name][0] for name in names[ROWS : 2 * ROWS]) > max(ends)
     assert len(set(ends)) > 1  # outputs are returned as they end
     assert all(not decoding or len(tokens) == len(decoding) for tokens, decoding in plans)
 
 
 def test_pd_prefills_prompts_of_similar_length_together():
     load = load_of("pd")
-    requests = submit(load, *JOBS)
-    entered = []
-    for tokens, _ in steps(load):
-        entered += [name for name in tokens if name not in entered]
+    lengths = {r.request_id: len(r.prompt_token_ids) for r in submit(load, *JOBS)}
+    entered = dict.fromkeys(name for tokens, _ in steps(load) for name in tokens)
 
     # the first and the nearest in length to 6; then the next waiting and the nearest to 20
-    lengths = {r.request_id: len(r.prompt_token_ids) for r in requests}
     assert [lengths[name] for name in entered] == [6, 5, 7, 8, 4, 19, 20]
 
 
@@ -135,22 +135,16 @@ def test_sync_prefill_decodes_no_request_while_the_queue_is_filled():
     assert sum(not decoding for _, decoding in plans) < len(plans) / 2
 
 
-def test_prefill_tokens_of_a_step_with_a_full_batch_stay_within_budget():
+def test_tokens_and_queue_of_the_option_are_the_most():
     load = load_of("baton_pd:tokens=3")
     submit(load, *JOBS)
-    for tokens, decoding in steps(load):
-        if len(decoding) == ROWS:
-            assert sum(tokens.values()) <= ROWS + 3
-
-
-def test_prefilled_queue_holds_at_max_its_configured_rows():
-    load = load_of("baton_pd:queue=2")
+    full = [sum(tokens.values()) for tokens, decoding in steps(load) if len(decoding) == ROWS]
+    assert max(full) <= ROWS + 3
+    load, most = load_of("baton_pd:queue=2"), 0
     submit(load, *JOBS * 3)
-    most = 0
     while load.scheduler.has_work:
         load.step()
         most = max(most, len(load.scheduler.running))
-
     assert most == ROWS + 2
 
 
@@ -179,14 +173,11 @@ def test_best_fit_takes_the_longest_that_fits_and_patience_prevents_starvation()
     first, _ = submit(load, (12, 30), (4, 3))
     load.step()
     rest = submit(load, (40, 2), (5, 2), (9, 2), (14, 2), (11, 2), (3, 2))
-    order = []
-    for _, decoding in steps(load):
-        order += [name for name in decoding if name not in order]
+    order = list(dict.fromkeys(name for _, decoding in steps(load) for name in decoding))
 
     # 14 and its first token fit the 16 of the first; then 11; then 40 has been overtaken twice
-    chosen = [r.request_id for r in (rest[3], rest[4], rest[0])]
     assert order[0] == first.request_id
-    assert order[2:5] == chosen
+    assert order[2:5] == [r.request_id for r in (rest[3], rest[4], rest[0])]
 
 
 # ---- urgency -----------------------------------------------------------------------------------
@@ -197,8 +188,7 @@ def test_best_fit_takes_the_longest_that_fits_and_patience_prevents_starvation()
 def test_urgent_request_is_prefilled_in_the_next_step(batcher, pages):
     load = load_of(batcher, urgent=-1, pages=pages)
     submit(load, *[(8, 12)] * 5)
-    for _ in range(4):
-        load.step()
+    run_steps(load, 4)
     [urgent] = submit(load, (10, 3), priority=-1)
     plans = steps(load)
 
@@ -209,8 +199,7 @@ def test_urgent_request_is_prefilled_in_the_next_step(batcher, pages):
 def test_request_displaced_from_the_batch_by_an_urgent_one_keeps_its_pages():
     load = load_of("baton_pd:queue=4", urgent=-1)
     submit(load, *[(8, 12)] * 4)
-    for _ in range(4):
-        load.step()
+    run_steps(load, 4)
     submit(load, (10, 3), priority=-1)
     load.drain()
 
@@ -238,12 +227,10 @@ def test_no_request_is_displaced_if_that_would_not_free_enough_rows():
     load = load_of("baton_pd:queue=4", urgent=-1)
     submit(load, (6, 30), (6, 30), priority=-1)
     [ordinary] = submit(load, (6, 4))
-    for _ in range(2):
-        load.step()
+    run_steps(load, 2)
     wide = [load.request(5, 2, -1) for _ in range(2)]
     load.submit_group(wide, atomic=False)
-    for _ in range(3):
-        load.step()
+    run_steps(load, 3)
 
     assert ordinary.progress.state is RequestState.FINISHED
     load.drain()
@@ -258,8 +245,7 @@ def test_preempted_group_gives_its_rows_to_the_queue_of_a_limited_tenant(batcher
     load = load_of(batcher, pages=30, max_num_seqs=2, host_pages=0, guaranteed=30, burst=50)
     group = [load.request(6, 12, priority=1) for _ in range(2)]
     load.submit_group(list(group), atomic=False)
-    for _ in range(3):
-        load.step()
+    run_steps(load, 3)
     submit(load, (15, 8))
 
     load.drain()  # fails if the load thrashes
@@ -303,35 +289,20 @@ def test_invalid_batcher_text_is_rejected_by_the_config(text, error, message):
         ScheduleConfig(batcher=text)
 
 
-def test_urgent_needs_more_batched_tokens_than_rows():
-    with pytest.raises(
-        ConfigError, match="expected max_num_batched_tokens > max_num_seqs, got 8 and 8"
-    ):
+def test_limits_of_numbers():
+    rows = "expected max_num_batched_tokens > max_num_seqs, got 8 and 8"
+    with pytest.raises(ConfigError, match=rows):
         ScheduleConfig(max_num_seqs=8, max_num_batched_tokens=8, urgent=0)
-
-
-def test_num_rows_is_batch_size_plus_queue():
-    rows = {text: parse_batcher(text).num_rows(4) for text in ALL_BATCHERS}
-
-    assert rows["continuous"] == rows["static"] == rows["orca"] == rows["pd"] == 4
-    assert rows["baton_pd"] == rows["baton_pd_best_fit"] == 8
-    assert rows["pd:ahead=5"] == 5
+    for fraction in (0.0, 1.5):
+        with pytest.raises(ConfigError, match="expected scale_down_at above 0 and up to 1"):
+            ScheduleConfig(scale_down_at=fraction)
+    found = {text: batchers.parse_batcher(text).num_rows(4) for text in ALL_BATCHERS}
+    assert found["continuous"] == found["static"] == found["orca"] == found["pd"] == 4
+    assert found["baton_pd"] == found["baton_pd_best_fit"] == 8
+    assert found["pd:ahead=5"] == 5
 
 
 # ---- dense rows --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A request as a batcher for dense rows sees it."""
-
-    number: int
-    num_to_read: int
-    priority: int = 0
-
-
-def dense_view(ready, *, columns, live=()):
-    return BatchView(size=4, live=live, waiting=(), ready=ready, columns=columns, group_tokens=256)
 
 
 def test_all_batchers_but_two_serve_pages_and_dense_rows():
@@ -340,20 +311,111 @@ def test_all_batchers_but_two_serve_pages_and_dense_rows():
 
 
 def test_best_fit_takes_the_longest_that_adds_no_dense_columns():
-    rule = parse_dense_batcher("baton_pd_best_fit")
-    ready = [Waiting(0, 9), Waiting(1, 4), Waiting(2, 6), Waiting(3, 6)]
+    """Patience limits how often a request is overtaken."""
+    ready = [
+        SimpleNamespace(number=number, num_to_read=tokens, priority=0)
+        for number, tokens in ((0, 9), (1, 4), (2, 6), (3, 6))
+    ]
 
-    assert rule.choose(dense_view(ready, columns=6)) == ready[2]
-    assert rule.choose(dense_view(ready, columns=3)) == ready[1]
+    def chosen(text, columns, ready):
+        view = {"size": 4, "live": (), "waiting": (), "columns": columns, "group_tokens": 256}
+        return parse_dense_batcher(text).choose(BatchView(ready=ready, **view)).number
+
+    assert [chosen("baton_pd_best_fit", columns, ready) for columns in (6, 3)] == [2, 1]
+    del ready[2]
+    assert [chosen(f"baton_pd_best_fit:patience={n}", 6, ready) for n in (2, 3)] == [0, 3]
 
 
-def test_patience_limits_how_often_a_request_is_overtaken_on_dense_rows():
-    ready = [Waiting(0, 9), Waiting(1, 4), Waiting(3, 6)]
-    chosen = {
-        patience: parse_dense_batcher(f"baton_pd_best_fit:patience={patience}").choose(
-            dense_view(ready, columns=6)
-        )
-        for patience in (2, 3)
-    }
+# ---- batches that shrink -------------------------------------------------------------------------
 
-    assert chosen == {2: ready[0], 3: ready[2]}
+SCALE_DOWN_AT, MANY, NUM_REQUESTS = 0.6, 6, 14
+
+
+class RecordedLoad:
+    """A load that records its memory use in every step, before and after growth."""
+
+    def __init__(self, batcher, **setting):
+        self.load = load_of(batcher, max_num_seqs=MANY, **setting)
+        scheduler, self.before, self.after, self.rows = self.load.scheduler, [], [], []
+        self.reasons, self.ways = [], []
+        scheduler.sequence_memory.events.subscribe(self._record_event)
+        begin, commit = scheduler.batcher.begin, scheduler.commit
+
+        def recorded_begin():
+            self.before.append(self.used_fraction if len(scheduler.running) > 1 else 0.0)
+            return begin()
+
+        def recorded_commit(plan):
+            self.after.append(self.used_fraction)
+            self.rows.append(len(scheduler.running))
+            return commit(plan)
+
+        scheduler.batcher.begin, scheduler.commit = recorded_begin, recorded_commit
+        submit(self.load, *((8 + number % 5, 30) for number in range(NUM_REQUESTS)))
+        self.load.drain()
+
+    def _record_event(self, event):
+        if event.kind == "preempted":
+            self.reasons.append(event.data["reason"])
+            self.ways.append(event.data["how"])
+
+    @property
+    def used_fraction(self):
+        free_bytes = self.load.scheduler.sequence_memory.available_bytes
+        return 1 - free_bytes / self.load.memory.total_bytes
+
+
+@pytest.fixture(scope="module")
+def peak_pages():
+    """The memory size, in pages, that an unconstrained run nearly fills."""
+    free = RecordedLoad("continuous", pages=300, host_pages=0)
+    return int(300 * max(free.after)) + 2
+
+
+@pytest.mark.parametrize("host_pages", [300, 10, 0])
+@pytest.mark.parametrize("batcher", BATCHERS)
+def test_memory_use_exceeds_scale_down_at_by_at_max_one_step_of_growth(
+    batcher, host_pages, peak_pages
+):
+    """With ample, little and no swap space: all requests complete."""
+    memory = {"pages": peak_pages, "host_pages": host_pages}
+    run = RecordedLoad(batcher, **memory, scale_down_at=SCALE_DOWN_AT)
+
+    assert max(run.before) <= SCALE_DOWN_AT
+    growth = [after - before for before, after in zip(run.before, run.after, strict=True)]
+    assert max(g for g, b in zip(growth, run.before, strict=True) if b) < 0.25
+    assert max(run.after) > SCALE_DOWN_AT - 0.1  # the limit was reached
+    assert set(run.reasons) == {SCALED_DOWN}
+    assert set(run.ways) == ({"swap"} if host_pages == 300 else set(run.ways))
+
+
+def test_batch_shrinks_and_grows_again(peak_pages):
+    memory = {"pages": peak_pages, "host_pages": 300}
+    run = RecordedLoad("continuous", **memory, scale_down_at=SCALE_DOWN_AT)
+    rows = run.rows[: -2 * MANY]
+    shrinks, grows = (
+        [i for i in range(1, len(rows)) if sign * (rows[i] - rows[i - 1]) > 0] for sign in (-1, 1)
+    )
+
+    assert grows[-1] > shrinks[0]
+    assert run.load.scheduler.num_preemptions < NUM_REQUESTS  # no request is preempted repeatedly
+    alone = RecordedLoad("continuous", **memory, scale_down_at=0.1)
+    assert max(alone.rows) < MANY  # a request that is larger runs alone
+
+
+def test_resumed_request_does_not_hold_cached_pages_that_cause_its_preemption():
+    """It has a copy of its own; the same tokens in the prefix cache can be evicted."""
+    kv = KVConfig(memory=65_536, page_tokens=4, swap_space=20_000)
+    schedule = ScheduleConfig(
+        max_num_seqs=3, max_num_batched_tokens=6, chunk_tokens=16, scale_down_at=0.3
+    )
+    engine = Engine(load("mistral"), kv, schedule)
+    lengths = (5, 40, 24, 30, 8, 40, 26, 33)
+    for number, tokens in enumerate(lengths):
+        engine.submit(GenerationRequest([3 + number] * tokens, greedy(29)))
+
+    while engine.has_work:
+        engine.step()
+        engine.check()
+
+    assert 1 <= engine.stats().num_preemptions <= len(lengths)  # 39 if it holds the cached pages

@@ -1,8 +1,4 @@
-"""Pages that admission counts for a request, compared with the pages it uses while it runs.
-
-Covers all cache layouts: codecs with full-precision windows, sliding windows, eviction rules with
-statistics, stores; single requests, parallel samples and beams.
-"""
+"""Pages that admission counts for a request of any layout are those that it uses while it runs."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -77,12 +73,13 @@ class Case:
     def memory(self, total_bytes: int) -> KVMemory:
         """Make a KV memory of this size."""
         layers = tuple(LayerSpec(window=window) for window in self.windows)
+        evicts = self.eviction.cap is not None
         layout = layout_for(
             replace(MODEL, num_layers=len(layers), layers=layers),
             codec=f"{self.codec}+plain=float32" if self.codec != "float32" else self.codec,
             page_tokens=self.page_tokens,
-            evicting=self.eviction.cap is not None,
-            heads_apart=self.eviction.cap is not None,
+            evicting=evicts,
+            heads_apart=evicts,
             statistics=self.eviction.statistics,
         )
         if self.state:
@@ -153,10 +150,6 @@ def drawn_options(draw, schedules=SCHEDULES) -> dict:
     """Draw the options of a case, each from the values that the earlier ones leave valid.
 
     The test makes the case: the type checks of its fields may not run in a strategy.
-
-    Args:
-        draw: draws a value from a strategy; supplied by Hypothesis.
-        schedules: schedules of the eviction rule.
     """
     codec = draw(st.sampled_from(PLAIN + PAGE_CODECS))
     windows = draw(st.sampled_from(WINDOWS))
@@ -164,7 +157,16 @@ def drawn_options(draw, schedules=SCHEDULES) -> dict:
     beams = width > 1 and draw(st.booleans())
     evicts = codec not in PAGE_CODECS and draw(st.booleans())  # slots of page codecs do not move
     may_offload = len(windows) > 5  # more layers than staging slots
-    eviction = draw(drawn_evictions(schedules)) if evicts else None
+    eviction = None
+    if evicts:
+        every, when = draw(st.integers(1, 6)), draw(st.sampled_from(schedules))
+        eviction = {
+            "cap": every + draw(st.integers(1, 30)),
+            "every": every,
+            "when": when,
+            "from_prompt": when in (PREFILL_END, DECODE) and draw(st.booleans()),
+            "statistics": draw(st.sampled_from([(), (SUMS,), (SUMS, RING)])),
+        }
     if eviction is not None and codec == "float32" and draw(st.integers(0, 3)) == 0:
         # a pass after the prompt; refused with states, offload and tokens in full precision
         scored = {"when": PREFILL_END, "statistics": (SCORED,)}
@@ -184,19 +186,6 @@ def drawn_options(draw, schedules=SCHEDULES) -> dict:
         "rivals": tuple(draw(st.lists(RIVALS, max_size=3))),
         "pressed": tuple(draw(st.lists(st.integers(0, 40), max_size=4))),
         "preempted": tuple(draw(st.lists(st.integers(0, 40), max_size=4))),
-    }
-
-
-@st.composite
-def drawn_evictions(draw, schedules) -> dict:
-    """Draw the options of an eviction rule with one of these schedules."""
-    every, when = draw(st.integers(1, 6)), draw(st.sampled_from(schedules))
-    return {
-        "cap": every + draw(st.integers(1, 30)),
-        "every": every,
-        "when": when,
-        "from_prompt": when in (PREFILL_END, DECODE) and draw(st.booleans()),
-        "statistics": draw(st.sampled_from([(), (SUMS,), (SUMS, RING)])),
     }
 
 
@@ -232,127 +221,57 @@ def test_beams_fit_while_window_lanes_still_hold_the_prompt(width):
     load_in_min_memory(beams).drain()
 
 
-PAGES_IN_SCATTERED_SLABS = {
-    "codec": "int8+sinks=2+residual=8",
-    "windows": (None, 8) * 5,
-    "page_tokens": 2,
-    "eviction": {"cap": 2, "every": 1, "when": PREFILL_END, "statistics": ()},
-    "chunk_tokens": 16,
-    "prompt": 17,
-    "max_tokens": 1,
+def found(codec, windows, page_tokens, eviction, prompt, max_tokens) -> dict:
+    case = {"codec": codec, "windows": windows, "page_tokens": page_tokens, "eviction": eviction}
+    return case | {"prompt": prompt, "max_tokens": max_tokens}
+
+
+def rule(cap, every, when, **options) -> dict:
+    return {"cap": cap, "every": every, "when": when} | options
+
+
+SIX, MIXED, STATISTICS = (None,) * 6, (None, 8) * 5, {"statistics": (SUMS, RING)}
+FOUND = {
+    "repeated evictions do not fit": {"offload": True, "chunk_tokens": 16, "preempted": (14,)}
+    | found("float32", MIXED, 16, rule(2, 1, PRESSURE), 21, 14),
+    "lanes grow after their plan": {"rivals": ((15, 8, -1), (6, 20, 0), (27, 18, -1))}
+    | {"width": 2, "beams": True, "offload": True, "state": True, "chunk_tokens": 64}
+    | found("float32", MIXED, 2, rule(27, 3, PREFILL_END, from_prompt=True), 38, 17),
+    "beams are cut after their forks": {"width": 4, "beams": True}
+    | found("float32", (None, None), 4, rule(25, 4, PREFILL_END, from_prompt=True), 48, 12),
+    "pages in scattered slabs": {"chunk_tokens": 16}
+    | found("int8+sinks=2+residual=8", MIXED, 2, rule(2, 1, PREFILL_END), 17, 1),
+    "beams fork a prompt with evictions": {"rivals": ((36, 2, 1), (59, 11, 1))}
+    | {"width": 4, "beams": True, "chunk_tokens": 16, "pressed": (5, 9, 8)}
+    | found("float32", SIX, 4, rule(27, 1, PRESSURE), 33, 4),
+    "beams replay evictions of their prompt": {"rivals": ((22, 7, -1), (42, 3, 1))}
+    | {"width": 4, "beams": True, "chunk_tokens": 1, "pressed": (5, 11)}
+    | {"preempted": (51, 16, 10)}
+    | found("float32", (None,), 4, rule(9, 2, PRESSURE, **STATISTICS), 12, 5),
+    "beams branch before pages are offloaded": {"width": 2, "beams": True}
+    | {"offload": True, "chunk_tokens": 5}
+    | found("int4_page/int4+sinks=2+residual=12", SIX, 2, None, 25, 2),
 }
-
-BEAMS_BRANCH_BEFORE_PAGES_ARE_OFFLOADED = {
-    "codec": "int4_page/int4+sinks=2+residual=12",
-    "windows": (None,) * 6,
-    "page_tokens": 2,
-    "eviction": None,
-    "width": 2,
-    "beams": True,
-    "offload": True,
-    "chunk_tokens": 5,
-    "prompt": 25,
-    "max_tokens": 2,
-}
-
-BEAMS_FORK_A_PROMPT_WITH_EVICTIONS = {
-    "codec": "float32",
-    "windows": (None,) * 6,
-    "page_tokens": 4,
-    "eviction": {"cap": 27, "every": 1, "when": PRESSURE, "statistics": ()},
-    "width": 4,
-    "beams": True,
-    "chunk_tokens": 16,
-    "prompt": 33,
-    "max_tokens": 4,
-    "rivals": ((36, 2, 1), (59, 11, 1)),
-    "pressed": (5, 9, 8),
-}
-
-BEAMS_REPLAY_EVICTIONS_OF_THEIR_PROMPT = {
-    "codec": "float32",
-    "windows": (None,),
-    "page_tokens": 4,
-    "eviction": {"cap": 9, "every": 2, "when": PRESSURE, "statistics": (SUMS, RING)},
-    "width": 4,
-    "beams": True,
-    "chunk_tokens": 1,
-    "prompt": 12,
-    "max_tokens": 5,
-    "rivals": ((22, 7, -1), (42, 3, 1)),
-    "pressed": (5, 11),
-    "preempted": (51, 16, 10),
-}
+BY_LAYER = found("float32", SIX, 4, rule(9, 1, PREFILL_END, **STATISTICS), 45, 6)
+BY_LAYER["chunk_tokens"] = 16
 
 
-BEAMS_ARE_CUT_AFTER_THEIR_FORKS = {
-    "codec": "float32",
-    "windows": (None, None),
-    "page_tokens": 4,
-    "eviction": {"cap": 25, "every": 4, "when": PREFILL_END, "from_prompt": True},
-    "width": 4,
-    "beams": True,
-    "prompt": 48,
-    "max_tokens": 12,
-}
-
-
-LANES_GROW_AFTER_THEIR_PLAN = {
-    "codec": "float32",
-    "windows": (None, 8) * 5,
-    "page_tokens": 2,
-    "eviction": {"cap": 27, "every": 3, "when": PREFILL_END, "from_prompt": True},
-    "width": 2,
-    "beams": True,
-    "offload": True,
-    "state": True,
-    "chunk_tokens": 64,
-    "prompt": 38,
-    "max_tokens": 17,
-    "rivals": ((15, 8, -1), (6, 20, 0), (27, 18, -1)),
-}
-
-
-REPEATED_EVICTIONS_DO_NOT_FIT = {
-    "codec": "float32",
-    "windows": (None, 8) * 5,
-    "page_tokens": 16,
-    "eviction": {"cap": 2, "every": 1, "when": PRESSURE},
-    "offload": True,
-    "chunk_tokens": 16,
-    "prompt": 21,
-    "max_tokens": 14,
-    "preempted": (14,),
-}
+def with_found_cases(test):
+    for options in FOUND.values():
+        test = example(options=options)(test)
+    return test
 
 
 @given(options=drawn_options())
-@example(options=REPEATED_EVICTIONS_DO_NOT_FIT)
-@example(options=LANES_GROW_AFTER_THEIR_PLAN)
-@example(options=BEAMS_ARE_CUT_AFTER_THEIR_FORKS)
-@example(options=PAGES_IN_SCATTERED_SLABS)
-@example(options=BEAMS_FORK_A_PROMPT_WITH_EVICTIONS)
-@example(options=BEAMS_REPLAY_EVICTIONS_OF_THEIR_PROMPT)
-@example(options=BEAMS_BRANCH_BEFORE_PAGES_ARE_OFFLOADED)
+@with_found_cases
 def test_request_completes_in_the_min_memory_that_admits_it(options):
     request = case_of(options)
 
     request.run(load_in_min_memory(request))
 
 
-PROMPT_COMPUTED_BY_LAYER = {
-    "codec": "float32",
-    "windows": (None,) * 6,
-    "page_tokens": 4,
-    "eviction": {"cap": 9, "every": 1, "when": PREFILL_END, "statistics": (SUMS, RING)},
-    "chunk_tokens": 16,
-    "prompt": 45,
-    "max_tokens": 6,
-}
-
-
 @given(options=drawn_options(schedules=SCHEDULES[:3]))
-@example(options=PROMPT_COMPUTED_BY_LAYER)
+@example(options=BY_LAYER)
 def test_counted_pages_are_those_that_the_allocator_takes(options):
     """Never fewer, and for one sequence without windows at most one page of each lane more.
 

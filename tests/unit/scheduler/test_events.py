@@ -9,7 +9,9 @@ import stat
 import threading
 import time
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,56 +26,34 @@ from support.requests import make_request
 REQUEST = make_request(request_id="a", prompt_token_ids=[1], params=SamplingParams(), tenant="red")
 
 
-class Clock:
-    def __init__(self):
-        self.now_s = 0.0
-
-    def __call__(self):
-        self.now_s += 0.5
-        return self.now_s
-
-
 def filled(kinds, **options):
-    log = EventLog(Clock(), **options)
+    log = EventLog(count(0.5, 0.5).__next__, **options)
     for kind in kinds:
         log.emit(kind, REQUEST, tokens=3)
     return log
 
 
+def chunk(number):
+    return KVEvent("chunk", 0.0, "a", "red", {}, number)
+
+
 def test_event_has_kind_time_request_tenant_and_data():
     log = filled(["admitted"])
-
-    [event] = log.newest()
+    log.emit("prefix_evicted", None, tokens=16, kv_bytes=4096)
+    [event, without] = log.newest()
+    found = {"number": 1, "kind": "admitted", "time_s": 0.5, "request_id": "a", "tenant": "red"}
 
     assert event == KVEvent("admitted", 0.5, "a", "red", {"tokens": 3}, 1)
-    assert json.loads(json.dumps(event.as_dict())) == {
-        "number": 1,
-        "kind": "admitted",
-        "time_s": 0.5,
-        "request_id": "a",
-        "tenant": "red",
-        "tokens": 3,
-    }
-
-
-def test_event_without_a_request_has_empty_request_and_tenant():
-    log = EventLog(Clock())
-    log.emit("prefix_evicted", None, tokens=16, kv_bytes=4096)
-
-    assert [(e.request_id, e.tenant) for e in log.newest()] == [("", "")]
-
-
-def test_event_data_does_not_override_tenant_and_number():
-    event = KVEvent("freed", 1.0, "a", "red", {"tenant": "blue", "number": 9}, 4)
-
-    assert (event.as_dict()["tenant"], event.as_dict()["number"]) == ("red", 4)
+    assert json.loads(json.dumps(event.as_dict())) == found | {"tokens": 3}
+    assert (without.request_id, without.tenant) == ("", "")
+    event = KVEvent("freed", 1.0, "a", "red", {"tenant": "blue", "number": 9}, 4).as_dict()
+    assert (event["tenant"], event["number"]) == ("red", 4)  # data does not override them
 
 
 def test_log_retains_only_the_newest_events():
     log = filled(["chunk"] * 10, kept=3)
 
-    assert [event.number for event in log.newest()] == [8, 9, 10]
-    assert log.num_events == 10
+    assert ([event.number for event in log.newest()], log.num_events) == ([8, 9, 10], 10)
 
 
 def test_newest_filters_by_kind_number_and_count():
@@ -87,9 +67,6 @@ def test_newest_filters_by_kind_number_and_count():
     assert numbers(most=2) == [4, 5]
     assert numbers(["chunk"], since=2, most=1) == [5]
     assert numbers(since=5) == numbers(most=0) == []
-
-
-def test_unknown_event_kind_is_rejected_with_a_suggestion():
     with pytest.raises(UnknownName, match="did you mean preempted"):
         EventLog().newest(["preempt"])
 
@@ -108,64 +85,57 @@ def test_listener_receives_every_event_until_it_unsubscribes():
 
 
 def test_listener_that_raises_is_removed_and_others_continue(caplog):
-    log, events = EventLog(), []
-    calls = []
-
-    def broken(event):
-        calls.append(event)
-        raise RuntimeError("no more")
-
+    log, events, broken = EventLog(), [], Mock(side_effect=RuntimeError("no more"))
     log.subscribe(broken)
     log.subscribe(events.append)
     for _ in range(3):
         log.emit("chunk", REQUEST)
 
-    assert len(calls) == 1
+    assert broken.call_count == 1
     assert len(events) == len(log.newest()) == 3
-    assert [record.message for record in caplog.records] == [
-        "removed a listener of KV events because it raised"
-    ]
+    said = [record.message for record in caplog.records]
+    assert said == ["removed a listener of KV events because it raised"]
 
 
-def test_event_file_appends_each_event_as_a_line_at_once(tmp_path):
-    path = tmp_path / "events.jsonl"
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "events.jsonl"
+
+
+def numbers_in(path):
+    return [record["number"] for record in read_records(path)]
+
+
+def test_event_file_appends_each_event_as_a_line_at_once(path):
     path.write_text('{"from": "before"}\n')
-    log = EventLog(Clock())
+    log = filled([])
     with EventFile(path) as file:
         log.subscribe(file)
         for number, kind in enumerate(KINDS, start=1):
             log.emit(kind, REQUEST, reason="größer")
+            assert len(read_records(path)) == number + 1
 
-            records = read_records(path)
-            assert len(records) == number + 1
-
-    assert records[0] == {"from": "before"}
-    assert records[1:] == [event.as_dict() for event in log.newest()]
+    before, *records = read_records(path)
+    assert before == {"from": "before"}
+    assert records == [event.as_dict() for event in log.newest()]
 
 
-def test_two_writers_of_one_file_write_whole_lines(tmp_path):
-    path = tmp_path / "events.jsonl"
+def test_two_writers_of_one_file_write_whole_lines(path):
     with EventFile(path) as first, EventFile(path) as second:
         for number in range(50):
             for writer in (first, second):
                 writer(KVEvent("chunk", 0.0, "a", "red", {"reason": "x" * number}, number))
 
-    assert [record["number"] for record in read_records(path)] == sorted([*range(50)] * 2)
+    assert numbers_in(path) == sorted([*range(50)] * 2)
 
 
-def test_partial_write_is_completed(tmp_path, monkeypatch):
+def test_partial_write_is_completed(path, monkeypatch):
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
-    with EventFile(tmp_path / "events.jsonl") as file:
-        file(KVEvent("chunk", 0.0, "a", "red", {}, 1))
+    with EventFile(path) as file:
+        file(chunk(1))
 
-    [record] = read_records(tmp_path / "events.jsonl")
-    assert record["request_id"] == "a"
-
-
-def test_unwritable_event_file_is_rejected_with_its_path(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere.events\.jsonl: No such file"):
-        EventFile(tmp_path / "nowhere" / "events.jsonl")
+    assert numbers_in(path) == [1]
 
 
 class FullDisk:
@@ -183,32 +153,23 @@ class FullDisk:
         return written
 
 
-def chunk(number):
-    return KVEvent("chunk", 0.0, "a", "red", {}, number)
-
-
-def test_events_buffered_for_a_full_disk_are_written_when_space_is_free(
-    tmp_path, monkeypatch, caplog
-):
-    path, disk = tmp_path / "events.jsonl", FullDisk(monkeypatch)
+def test_events_buffered_for_a_full_disk_are_written_when_space_is_free(path, monkeypatch, caplog):
+    disk = FullDisk(monkeypatch)
     with EventFile(path) as file:
-        for disk.free_bytes in (0, 20):  # 20 bytes: space for an incomplete line
-            file(chunk(1 if not disk.free_bytes else 2))
+        for number, disk.free_bytes in enumerate((0, 20), start=1):  # 20: a part of a line
+            file(chunk(number))
             assert read_records(path) == []
         disk.free_bytes = 1000
         file(chunk(3))
-
-        assert [record["number"] for record in read_records(path)] == [1, 2, 3]
+        assert numbers_in(path) == [1, 2, 3]
 
     assert len(caplog.records) == 1
     assert "events.jsonl: No space left on device" in caplog.text
 
 
-def test_close_on_a_full_disk_raises_with_the_number_of_lost_events(tmp_path, monkeypatch):
-    path, disk = tmp_path / "events.jsonl", FullDisk(monkeypatch)
+def test_close_on_a_full_disk_raises_with_the_number_of_lost_events(path, monkeypatch):
+    disk, log, file = FullDisk(monkeypatch), filled([]), EventFile(path)
     disk.free_bytes = len(json.dumps(chunk(1).as_dict())) + 1
-    log = EventLog(Clock())
-    file = EventFile(path)
     log.subscribe(file)
     for _ in range(3):
         log.emit("chunk", None)
@@ -219,25 +180,23 @@ def test_close_on_a_full_disk_raises_with_the_number_of_lost_events(tmp_path, mo
     assert len(log.newest()) == 3
 
 
-def test_buffer_for_a_full_disk_is_bounded(tmp_path, monkeypatch):
+def test_buffer_for_a_full_disk_is_bounded(path, monkeypatch):
     monkeypatch.setattr(block_events, "MAX_HELD_BYTES", 200)
-    disk, file = FullDisk(monkeypatch), EventFile(tmp_path / "events.jsonl")
+    disk, file = FullDisk(monkeypatch), EventFile(path)
     for number in range(5):
         file(chunk(number))
-    lost = file.num_lost
-    disk.free_bytes = 1000
+    lost, disk.free_bytes = file.num_lost, 1000
 
     assert 0 < lost < 5
     with pytest.raises(ConfigError, match=f"the file lacks {lost} events"):
         file.close()
-    assert len(read_records(tmp_path / "events.jsonl")) == 5 - lost
+    assert len(read_records(path)) == 5 - lost
 
 
-def test_full_disk_does_not_hide_the_exception_of_the_with_block(tmp_path, monkeypatch, caplog):
+def test_full_disk_does_not_hide_the_exception_of_the_with_block(path, monkeypatch, caplog):
     FullDisk(monkeypatch)
-    file = EventFile(tmp_path / "events.jsonl")
+    file = EventFile(path)
     file(chunk(1))
-
     file.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
 
     assert "the file lacks 1 events" in caplog.text
@@ -265,8 +224,8 @@ class Pipe:
 
 
 @pytest.fixture
-def pipe(tmp_path):
-    return Pipe(tmp_path / "events")
+def pipe(path):
+    return Pipe(path)
 
 
 def long_chunk(number, *, id_bytes=3000):
@@ -339,20 +298,18 @@ def test_close_raises_if_the_reader_has_closed_the_pipe(pipe):
         file.close()
 
 
-def test_pipe_without_a_reader_is_rejected_at_once(tmp_path):
-    os.mkfifo(tmp_path / "events")
-
+def test_paths_that_cannot_be_written_are_rejected(path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"nowhere.events\.jsonl: No such file"):
+        EventFile(path.parent / "nowhere" / path.name)
+    os.mkfifo(path)
     with pytest.raises(ConfigError, match="no process has opened it for reading; choose another"):
-        EventFile(tmp_path / "events")
-
-
-@pytest.mark.parametrize("kind", [stat.S_IFBLK, stat.S_IFSOCK])
-def test_path_that_is_no_file_pipe_or_terminal_is_rejected(tmp_path, monkeypatch, kind):
-    found = os.stat_result((kind | 0o600, *[0] * 9))
-    monkeypatch.setattr(os, "fstat", lambda _: found)
-
-    with pytest.raises(ConfigError, match="not a regular file, pipe or terminal"):
-        EventFile(tmp_path / "events")
+        EventFile(path)
+    path.unlink()
+    for kind in (stat.S_IFBLK, stat.S_IFSOCK):
+        found = os.stat_result((kind | 0o600, *[0] * 9))
+        monkeypatch.setattr(os, "fstat", lambda _, found=found: found)
+        with pytest.raises(ConfigError, match="not a regular file, pipe or terminal"):
+            EventFile(path)
 
 
 def test_events_can_be_written_to_a_character_device():

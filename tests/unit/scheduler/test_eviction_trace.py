@@ -29,9 +29,7 @@ def test_retained_sets_match_the_recorded_evictions(lanes, chunks, rng):
             {p for p, s in zip(*pair, strict=True) if not s}
             for pair in zip(positions.tolist(), keep.tolist(), strict=True)
         ]
-        held = [
-            [p for p in lane if p not in evicted] for lane, evicted in zip(held, left, strict=True)
-        ]
+        held = [[p for p in lane if p not in gone] for lane, gone in zip(held, left, strict=True)]
 
         assert again.sum(axis=1).tolist() == [len(lane) for lane in held]
         assert entry.num_slots == sum(len(evicted - {-1}) for evicted in left)
@@ -56,30 +54,21 @@ def test_adjacent_evicted_tokens_are_stored_in_less_space(evicted):
     assert entry.num_slots == plain.num_slots
     assert (entry.retained(positions) == keep).all()
     assert EvictionEntry.joined(31, [entry, entry]).evicted.tolist() == plain.evicted.tolist() * 2
-
-
-def test_evicted_range_is_stored_as_two_numbers_per_lane():
-    keep = np.ones((3, 512), dtype=bool)
-    keep[:, 4:68] = False
+    one_range = np.ones((3, 512), dtype=bool)
+    one_range[:, 4:68] = False
     positions = np.tile(np.arange(512, dtype=np.int32), (3, 1))
+    assert len(EvictionEntry.of(512, positions, one_range).stored) == 2 * 3  # two numbers a lane
 
-    assert len(EvictionEntry.of(512, positions, keep).stored) == 2 * 3
 
-
-def test_retained_sets_are_serialized_as_ranges():
+def test_retained_sets_are_serialized_as_ranges_and_equal_entries_have_equal_digests():
     keep = np.array([[1, 1, 1, 0, 1, 0, 1, 1], [0] * 7 + [1]], dtype=bool)
-    entry = EvictionEntry.of(8, np.tile(np.arange(8), (2, 1)), keep)
-    [retained] = retained_sets([entry])
+    one, again, other = (
+        EvictionEntry.of(8, np.tile(np.arange(8), (2, 1)), mask) for mask in (keep, keep, ~keep)
+    )
+    [retained] = retained_sets([one])
 
     assert retained.as_dict() == {"num_computed": 8, "retained": ["0-2,4,6-7", "7"]}
-
-
-def test_equal_entries_have_equal_digests():
-    keep = np.array([[True, False, True]])
-    one, other = (EvictionEntry.of(3, np.arange(3)[None], mask) for mask in (keep, ~keep))
-
-    assert one.digest == EvictionEntry.of(3, np.arange(3)[None], keep).digest
-    assert one.digest != other.digest
+    assert one.digest == again.digest != other.digest
 
 
 def _padded(rows: list, padding: object) -> np.ndarray:
@@ -89,25 +78,22 @@ def _padded(rows: list, padding: object) -> np.ndarray:
 
 def test_promoted_tokens_are_listed_until_they_are_evicted():
     """Two lanes; promoted tokens are recorded in the same form as evicted ones."""
-    positions = np.array([[0, 1, 2, 3], [0, 1, 2, 3]])
-    first = replace(
-        EvictionEntry.of(4, positions, np.array([[1, 1, 0, 1], [1, 1, 1, 0]], dtype=bool)),
-        promoted=EvictionEntry.of(4, positions, np.array([[0, 1, 1, 1], [1, 0, 0, 1]], dtype=bool)),
-    )
-    held = np.array([[0, 1, 3, 4], [0, 1, 2, 4]])
-    second = replace(
-        EvictionEntry.of(5, held, np.array([[0, 1, 1, 1], [1, 1, 0, 1]], dtype=bool)),
-        promoted=EvictionEntry.of(5, held, np.array([[1, 1, 1, 0], [1, 1, 1, 1]], dtype=bool)),
-    )
 
-    sets = list(retained_sets([first, second]))
+    def entry(num_computed, positions, keep, promoted):
+        kept, other = (
+            EvictionEntry.of(num_computed, np.array(positions), np.array(mask, dtype=bool))
+            for mask in (keep, promoted)
+        )
+        return replace(kept, promoted=other)
 
-    assert [[lane.tolist() for lane in one.promoted] for one in sets] == [
-        [[0], [1, 2]],
-        [[4], [1]],
-    ]
+    begin, held = [[0, 1, 2, 3]] * 2, [[0, 1, 3, 4], [0, 1, 2, 4]]
+    first = entry(4, begin, [[1, 1, 0, 1], [1, 1, 1, 0]], [[0, 1, 1, 1], [1, 0, 0, 1]])
+    second = entry(5, held, [[0, 1, 1, 1], [1, 1, 0, 1]], [[1, 1, 1, 0], [1, 1, 1, 1]])
+    plain, sets = replace(first, promoted=None), list(retained_sets([first, second]))
+
+    found = [[lane.tolist() for lane in one.promoted] for one in sets]
+    assert found == [[[0], [1, 2]], [[4], [1]]]
     assert sets[1].as_dict()["promoted"] == ["4", "1"]
-    assert "promoted" not in next(retained_sets([replace(first, promoted=None)])).as_dict()
-    assert first.digest != replace(first, promoted=None).digest
-    joined = EvictionEntry.joined(4, [first, first])
-    assert joined.promoted.by_lane[2].tolist() == [0]
+    assert "promoted" not in next(retained_sets([plain])).as_dict()
+    assert first.digest != plain.digest
+    assert EvictionEntry.joined(4, [first, first]).promoted.by_lane[2].tolist() == [0]

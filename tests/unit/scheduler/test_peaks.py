@@ -1,43 +1,45 @@
-"""Peak pages of sequences, compared with lanes that grow and are evicted from token by token."""
+"""Peak pages of sequences and rows of static batches, as memories are filled."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.config.generation_request import GenerationRequest
+from quire.engine.core import Engine
+from quire.errors import NeverFits, OutOfPages
 from quire.kv.memory import KVMemory
 from quire.layout.eviction import (
     DECODE,
+    KEEP_ALL,
     PREFILL_AND_DECODE,
     PREFILL_END,
     SCHEDULES,
     UNLIMITED,
     EvictionSpec,
 )
-from quire.layout.layout import layout_for
-from quire.layout.statistics import AttentionMax, AttentionSum, QueryRing, ScoringPass
-from quire.scheduler.peaks import Need, Peaks
+from quire.layout.layout import layout_for, statistics_used
+from quire.layout.statistics import AttentionMax, AttentionSum, QueryMoments, QueryRing, ScoringPass
+from quire.scheduler.peaks import Need, Peaks, rows_at_once
+from quire.scheduler.schedule_config import ScheduleConfig
+from support.engines import greedy, load
+from support.kv_options import kv_config
 from support.model_specs import small_spec
 
 PAGE_TOKENS, WINDOW, CHUNK = 4, 10, 8
 SUMS, RING = AttentionSum(), QueryRing(window=6)
 
 
-def model_of(*windows):
-    return small_spec(*windows)
+def layout_of(windows, *, page_tokens=PAGE_TOKENS, head_dim=8, **options):
+    spec = small_spec(*windows, head_dim=head_dim)
+    return layout_for(spec, codec="float32", page_tokens=page_tokens, **options)
 
 
 def peaks_of(*windows, heads_apart=True, statistics=(), chunk_tokens=CHUNK):
-    layout = layout_for(
-        model_of(*windows),
-        codec="float32",
-        page_tokens=PAGE_TOKENS,
-        evicting=True,
-        heads_apart=heads_apart,
-        statistics=statistics,
-    )
-    return Peaks(KVMemory(layout, 1 << 26, 4), chunk_tokens)
+    options = {"evicting": True, "heads_apart": heads_apart, "statistics": statistics}
+    return Peaks(KVMemory(layout_of(windows, **options), 1 << 26, 4), chunk_tokens)
 
 
 def pages(peaks, need):
@@ -85,41 +87,26 @@ def test_counted_peak_is_a_tight_upper_bound(lengths, every, retained, when):
     assert counted - most <= 2 * -(-need.eviction.every // PAGE_TOKENS)
 
 
-@pytest.mark.parametrize("when", SCHEDULES)
-@pytest.mark.parametrize("cap", [8, 13])
-def test_lanes_with_one_cap_reach_the_counted_peak(when, cap):
-    need = Need(90, 50, EvictionSpec(cap=cap, every=3, when=when))
-    expected = {
-        PREFILL_END: max(50, cap + 40),
-        DECODE: 50,
-    }.get(when, cap)
-
-    assert pages(peaks_of(None), need) == [2 * -(-expected // PAGE_TOKENS)]
-
-
-def test_short_sequence_needs_only_its_tokens_below_any_cap():
+def test_lanes_with_one_cap_reach_the_counted_peak():
+    """A short sequence needs only its tokens, below any cap."""
     for when in SCHEDULES:
+        for cap in (8, 13):
+            need = Need(90, 50, EvictionSpec(cap=cap, every=3, when=when))
+            expected = {PREFILL_END: max(50, cap + 40), DECODE: 50}.get(when, cap)
+            assert pages(peaks_of(None), need) == [2 * -(-expected // PAGE_TOKENS)]
         need = Need(9, 5, EvictionSpec(cap=500, every=3, when=when, ragged=True))
         assert pages(peaks_of(None), need) == [2 * 3]
 
 
-def test_peak_of_layer_pages_is_that_of_the_min_head_capacity():
-    eviction = EvictionSpec(cap=10, every=2, lane_capacities=(4, 16, 8, 12))
-    need = Need(100, 90, eviction)
-
-    assert pages(peaks_of(None, None), need) == [1 + 4 + 2 + 3]
-    assert pages(peaks_of(None, None, heads_apart=False), need) == [1 + 2]
-
-
-def test_lane_without_cap_is_counted_with_all_tokens():
-    need = Need(100, 90, EvictionSpec(cap=10, every=2, lane_capacities=(8, 1 << 40)))
-
-    assert pages(peaks_of(None), need) == [2 + 25]
-
-
-def test_ragged_caps_need_one_more_page_per_lane():
+def test_peaks_of_lanes_with_caps_of_their_own():
+    """Layer pages have the least cap of their heads; ragged caps need one more page per lane."""
+    own = Need(100, 90, EvictionSpec(cap=10, every=2, lane_capacities=(4, 16, 8, 12)))
+    no_cap = Need(100, 90, EvictionSpec(cap=10, every=2, lane_capacities=(8, 1 << 40)))
     even, ragged = (EvictionSpec(cap=8, every=2, ragged=ragged) for ragged in (False, True))
 
+    assert pages(peaks_of(None, None), own) == [1 + 4 + 2 + 3]
+    assert pages(peaks_of(None, None, heads_apart=False), own) == [1 + 2]
+    assert pages(peaks_of(None), no_cap) == [2 + 25]  # all tokens of the second lane
     assert pages(peaks_of(None), Need(100, 90, even)) == [4]
     assert pages(peaks_of(None), Need(100, 90, ragged)) == [6]
 
@@ -150,32 +137,17 @@ def test_each_request_is_counted_with_its_own_statistics():
     peaks = peaks_of(None, WINDOW, statistics=(SUMS, RING))
     requested = [(), (SUMS,), (RING,), (SUMS, RING)]
     specs = [EvictionSpec(cap=8, every=2, statistics=statistics) for statistics in requested]
-
     counts = peaks.counts([Need(100, 90, spec) for spec in specs])
 
     full, window = 2 * 2, -(-(WINDOW - 1 + CHUNK + PAGE_TOKENS - 1) // PAGE_TOKENS)
-    assert [group.name for group in peaks.memory.layout.groups] == [
-        "full",
-        "full.attention_sum.mean",
-        "full.query_ring.6",
-        "window_10",
-    ]
-    assert counts.tolist() == [
-        [full, 0, 0, window],
-        [full, full, 0, window],
-        [full, 0, 2, window],
-        [full, full, 2, window],
-    ]
+    groups = ["full", "full.attention_sum.mean", "full.query_ring.6", "window_10"]
+    assert [group.name for group in peaks.memory.layout.groups] == groups
+    sums, ring = [0, full, 0, full], [0, 0, 2, 2]
+    assert counts.T.tolist() == [[full] * 4, sums, ring, [window] * 4]
     assert peaks.counts([Need(0)]).tolist() == [[0, 0, 0, 0]]
-
-
-def test_counts_are_in_the_order_of_requests_with_different_caps():
-    peaks = peaks_of(None)
-    capped = EvictionSpec(cap=8, every=2)
-
-    assert peaks.counts([Need(40), Need(40, 40, capped), Need(4), Need(12, 9, capped)])[
-        :, 0
-    ].tolist() == [20, 4, 2, 4]
+    capped, peaks = EvictionSpec(cap=8, every=2), peaks_of(None)
+    needs = [Need(40), Need(40, 40, capped), Need(4), Need(12, 9, capped)]
+    assert peaks.counts(needs)[:, 0].tolist() == [20, 4, 2, 4]  # in the order of the requests
 
 
 # ---- sharing -------------------------------------------------------------------------------------
@@ -220,3 +192,132 @@ def test_forks_share_no_window_pages_for_any_chunk_length():
 
     assert peaks.forked_counts(48, [Need(52, 48)] * 4).tolist() == [4 * 4 * group.num_lanes]
     assert peaks.forked_counts(8, [Need(12, 8)] * 4).tolist() == [(2 + 4) * group.num_lanes]
+
+
+# ---- rows of a static batch ----------------------------------------------------------------------
+
+MAX_ROWS = 64
+
+
+def layout_of_rule(spec, windows=(None, None), **options):
+    evicts = spec.cap is not None
+    apart = {"evicting": evicts, "heads_apart": evicts, "statistics": spec.statistics}
+    return layout_of(windows, **apart, **options)
+
+
+def first_tokens(spec, prompt):
+    return min(prompt, spec.min_cap) if spec.evicts_during_prefill else prompt
+
+
+def found_rows(layout, kv_bytes, spec, prompt, new):
+    need, first = Need(prompt + new - 1, prompt, spec), first_tokens(spec, prompt)
+    memory = KVMemory(layout, kv_bytes, 1)
+    return rows_at_once(memory, need, first_tokens=first, chunk_tokens=first)
+
+
+def start(memory, spec, tokens):
+    row = memory.start(statistics_used(memory.layout, spec.statistics))
+    memory.grow(np.array([row]), np.array([tokens], dtype=np.int32))
+
+
+def rows_that_grow(layout, kv_bytes, spec, tokens):
+    """The number of rows of `tokens` tokens each that a memory holds before pages run out."""
+    memory = KVMemory(layout, kv_bytes, MAX_ROWS)
+    for rows in range(MAX_ROWS):
+        try:
+            start(memory, spec, tokens)
+        except OutOfPages:
+            memory.check()
+            return rows
+    return MAX_ROWS
+
+
+def admitted_rows(layout, kv_bytes, spec, prompt, new):
+    """The number of rows that reserved admission admits if each grows on admission."""
+    first, memory = first_tokens(spec, prompt), KVMemory(layout, kv_bytes, MAX_ROWS)
+    peaks = Peaks(memory, first)
+    peak = peaks.counts([Need(prompt + new - 1, prompt, spec)])[0]
+    if not peaks.fit_alone(peak):
+        return 0
+    owed = np.zeros_like(peak)
+    for rows in range(MAX_ROWS):
+        if rows and not memory.fits(peaks.by_class(peak + owed)):
+            return rows
+        before = {c: pool.num_used for c, pool in memory.pools.items()}
+        start(memory, spec, first)
+        held = [memory.pools[c].num_used - before[c] for c in peaks.page_classes]
+        owed += np.maximum(peak - np.array(held), 0)
+    return MAX_ROWS
+
+
+RULES = [
+    KEEP_ALL,
+    EvictionSpec(cap=2, every=1, when=DECODE),
+    EvictionSpec(cap=24, every=8, when=DECODE, statistics=(SUMS,)),
+    EvictionSpec(cap=24, every=8, when=PREFILL_AND_DECODE),
+    EvictionSpec(cap=21, every=8, when=PREFILL_AND_DECODE, statistics=(SUMS,)),
+    EvictionSpec(cap=30, every=4, statistics=(SUMS, QueryRing(window=5), QueryMoments())),
+]
+
+
+def cuts_pages(layout, kv_bytes):
+    slab_bytes = KVMemory(layout, kv_bytes, 1).arena.slab_bytes
+    return any(slab_bytes % c.page_bytes for c in layout.page_classes)
+
+
+@given(
+    spec=st.sampled_from(RULES),
+    kv_bytes=st.integers(200_000, 2_000_000),
+    lengths=st.tuples(st.integers(1, 90), st.integers(1, 40)),
+    page_tokens=st.sampled_from([1, 4, 16]),
+    head_dim=st.sampled_from([8, 20]),
+)
+def test_rows_at_once_equals_reserved_admission(spec, kv_bytes, lengths, page_tokens, head_dim):
+    """And rows that are grown to their peak; a cut page of each slab may remain unused."""
+    layout = layout_of_rule(spec, page_tokens=page_tokens, head_dim=head_dim)
+    prompt, new = lengths
+    rows = min(found_rows(layout, kv_bytes, spec, prompt, new), MAX_ROWS)
+    grown = rows_that_grow(layout, kv_bytes, spec, spec.peak_tokens(prompt + new - 1, prompt))
+
+    assert rows == admitted_rows(layout, kv_bytes, spec, prompt, new)
+    assert rows <= grown
+    assert rows == grown or cuts_pages(layout, kv_bytes)
+
+
+def test_slab_borders_cut_pages_in_some_layouts():
+    spec = EvictionSpec(cap=30, every=4, statistics=(SUMS, QueryMoments()))
+
+    assert cuts_pages(layout_of_rule(spec, head_dim=20), 400_000)
+    assert not cuts_pages(layout_of_rule(KEEP_ALL), 400_000)
+
+
+@pytest.mark.parametrize(
+    ("evict", "held"),
+    [
+        ("full", 59),
+        ("recent:cap=2,every=1,when=decode", 50),
+        ("average:cap=16,every=4,when=decode", 50),
+        ("average:cap=16,every=4", 16),
+    ],
+)
+@pytest.mark.parametrize("kv_bytes", [66_000, 81_000, 131_072])
+def test_rows_at_once_equals_rows_the_engine_runs(evict, held, kv_bytes):
+    """Prompts of 50 tokens, 10 new tokens: all rows start in the first step and end together."""
+    schedule = ScheduleConfig(max_num_batched_tokens=8_192, admission="reserved", low_watermark=1.0)
+    kv = kv_config(memory=kv_bytes, evict=evict, enable_prefix_caching=False)
+    engine = Engine(load("llama"), kv, schedule)
+    spec = engine.pool.rules.resolve(engine.pool.rules.default, 50).spec
+    expected = found_rows(engine.pool.kv.memory.layout, kv_bytes, spec, 50, 10)
+    assert spec.peak_tokens(59, 50) == held
+
+    try:
+        for _ in range(expected + 1):
+            engine.submit(GenerationRequest([1] * 50, greedy(10)))
+    except NeverFits:
+        assert expected == 0
+        return
+    engine.step()
+    assert len(engine.scheduler.running) == expected
+    while engine.scheduler.running:
+        engine.step()
+    assert engine.scheduler.num_preemptions == 0

@@ -1,21 +1,36 @@
-"""Loads that once stalled the scheduler: a request that fits alone completes, in order."""
+"""Loads that once stalled the scheduler, step sizes, and causes of waiting."""
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 
+from quire.api.llm import LLM
+from quire.config.generation_request import GenerationRequest
+from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
+from quire.engine.core import Engine
+from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
 from quire.layout.eviction import EvictionSpec
+from quire.plan.weights import MAX_BATCHES, WeightsPlacement
+from quire.scheduler import waiting
 from quire.scheduler.peaks import Need
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import SCORED_TOKENS
-from quire.scheduler.step import StepPlan
+from quire.scheduler.step import StepSize, max_batches
 from schedule_files import DECODE_ONLY, WITH_PREFILL, recorded_calls, typical
 from support.requests import make_request
-from support.scheduler_load import RetainsNewest, make_layout, make_scheduler
+from support.scheduler_load import (
+    RetainsNewest,
+    SchedulerLoad,
+    Setting,
+    advance,
+    make_layout,
+    make_scheduler,
+)
 
 
 class Load:
@@ -26,61 +41,38 @@ class Load:
     """
 
     def __init__(self, *, page_tokens, window, eviction, longest, room=1, **schedule):
-        self.eviction, config = eviction, ScheduleConfig(low_watermark=1.0, **schedule)
-        layout = make_layout(page_tokens, window, evicting=eviction.cap is not None)
-        total_bytes = 4 * layout.smallest_sequence_bytes
-        fits = False
+        self.eviction, self.config = eviction, ScheduleConfig(low_watermark=1.0, **schedule)
+        self.layout = make_layout(page_tokens, window, evicting=eviction.cap is not None)
+        total_bytes, fits = 4 * self.layout.smallest_sequence_bytes, False
         while not fits:
             total_bytes += total_bytes // 100 + 64
-            self.memory = KVMemory(layout, total_bytes, config.max_num_seqs)
-            self.scheduler = make_scheduler(self.memory, config, RetainsNewest(self.memory))
+            self.open(total_bytes)
             fits = self.scheduler.peaks.fits_alone(Need(longest, eviction=eviction))
-        if room > 1:
-            self.memory = KVMemory(layout, room * total_bytes, config.max_num_seqs)
-            self.scheduler = make_scheduler(self.memory, config, RetainsNewest(self.memory))
+        self.open(room * total_bytes)
         self.arrivals = itertools.count()
 
+    def open(self, total_bytes: int) -> None:
+        self.memory = KVMemory(self.layout, total_bytes, self.config.max_num_seqs)
+        self.scheduler = make_scheduler(self.memory, self.config, RetainsNewest(self.memory))
+
     def submit(self, prompt_tokens: int, max_tokens: int, **options) -> Request:
-        request = make_request(
-            request_id="r",
-            prompt_token_ids=[1] * prompt_tokens,
-            params=SamplingParams(max_tokens=max_tokens, **options),
-            arrival=next(self.arrivals),
-            eviction=self.eviction,
-        )
+        params = SamplingParams(max_tokens=max_tokens, **options)
+        own = {"arrival": next(self.arrivals), "eviction": self.eviction}
+        request = make_request("r", [1] * prompt_tokens, params, **own)
         self.scheduler.submit(request)
         return request
 
-    def step(self) -> int:
-        plan = self.scheduler.schedule()
-        self.process(plan)
-        return sum(plan.tokens)
-
-    def process(self, plan: StepPlan) -> None:
-        self.scheduler.commit(plan)
-        for request in plan.requests:
-            if request.num_uncomputed == 0:
-                request.output_token_ids.append(2)
-                if len(request.output_token_ids) >= request.params.max_tokens:
-                    self.scheduler.finish(request)
-
     def run(self) -> None:
         while self.scheduler.has_work:
-            assert self.step(), "requests are running, but no step can be planned"
+            assert advance(self.scheduler).requests, "no step can be planned"
         self.memory.check()
         assert not len(self.memory.live_rows)
 
 
 def test_admission_counts_the_chunks_of_an_eviction_rule():
     """Above its cap a prompt is prefilled in chunks of `every` tokens, not of `chunk_tokens`."""
-    load = Load(
-        page_tokens=2,
-        window=9,
-        eviction=EvictionSpec(cap=20, every=7),
-        longest=60,
-        max_num_batched_tokens=7,
-        chunk_tokens=2,
-    )
+    rule, steps = EvictionSpec(cap=20, every=7), {"max_num_batched_tokens": 7, "chunk_tokens": 2}
+    load = Load(page_tokens=2, window=9, eviction=rule, longest=60, **steps)
     load.submit(52, 9)
 
     load.run()
@@ -93,15 +85,9 @@ def test_pages_scattered_over_slabs_do_not_stall_a_request_that_fits_alone(seed)
     After the short ones are preempted, the long one's window pages occupy more slabs than they
     fill, and no slab is free for its other pages.
     """
-    rng = random.Random(seed)
-    load = Load(
-        page_tokens=2,
-        window=100,
-        eviction=EvictionSpec(cap=300, every=5),
-        longest=83 + 139 - 1,
-        max_num_seqs=40,
-        chunk_tokens=16,
-    )
+    rng, rule = random.Random(seed), EvictionSpec(cap=300, every=5)
+    longest, steps = 83 + 139 - 1, {"max_num_seqs": 40, "chunk_tokens": 16}
+    load = Load(page_tokens=2, window=100, eviction=rule, longest=longest, **steps)
     load.submit(83, 139)
     for _ in range(39):
         load.submit(rng.randint(1, 40), rng.randint(1, 120))
@@ -111,39 +97,48 @@ def test_pages_scattered_over_slabs_do_not_stall_a_request_that_fits_alone(seed)
 
 def test_new_requests_do_not_starve_an_atomic_chunk():
     """Its chunks of 10 tokens fill a step of 10: none is scheduled while other requests decode."""
+    rule, steps = EvictionSpec(cap=20, every=10), {"max_num_batched_tokens": 10}
     load = Load(
-        page_tokens=1,
-        window=None,
-        eviction=EvictionSpec(cap=20, every=10),
-        longest=20,
-        room=3,
-        max_num_seqs=3,
-        max_num_batched_tokens=10,
+        page_tokens=1, window=None, eviction=rule, longest=20, room=3, max_num_seqs=3, **steps
     )
     load.submit(1, 5)
     long = load.submit(60, 1)
     short = [load.submit(1, 4 + i % 3) for i in range(60)]
 
     while long.progress.state is not RequestState.FINISHED:
-        assert load.step()
+        assert advance(load.scheduler).requests
 
     assert sum(request.progress.state is RequestState.FINISHED for request in short) < 4
     load.run()
 
 
 def test_prompt_tokens_scored_per_step_are_bounded():
-    load = Load(
-        page_tokens=16, window=None, eviction=EvictionSpec(), longest=600, room=8, max_num_seqs=8
-    )
+    shape = {"page_tokens": 16, "window": None, "eviction": EvictionSpec()}
+    load = Load(**shape, longest=600, room=8, max_num_seqs=8)
     for max_tokens in (0, 1, 2, 0):
         load.submit(600, max_tokens, prompt_logprobs=0)
     load.submit(600, 1)
+    commit = load.scheduler.commit
 
-    while load.scheduler.has_work:
-        plan = load.scheduler.schedule()
+    def checked(plan):
         parts = zip(plan.requests, plan.tokens, strict=True)
         assert sum(n for r, n in parts if r.scores_prompt) <= SCORED_TOKENS
-        load.process(plan)
+        return commit(plan)
+
+    load.scheduler.commit = checked
+    load.run()
+
+
+def test_atomic_chunk_is_not_divided_among_tenants():
+    """Under eviction a step of 7 tokens holds one chunk of 7, even if other tenants wait."""
+    setting = Setting(cap=20, pages=60, max_num_batched_tokens=7, max_num_seqs=2, guaranteed=0)
+    load = SchedulerLoad(setting)
+    for text in (1, 2, 1, 2):
+        load.submit(load.request(60, 1, text=text))
+    load.drain()
+
+    assert load.scheduler.num_preemptions == 0
+    assert load.processed_tokens == 4 * 60
 
 
 def test_typical_step_passes_few_files():
@@ -154,3 +149,156 @@ def test_typical_step_passes_few_files():
     assert len(decoding.functions) <= 10
     assert len(prefill.functions) <= 18
     assert len(of_scheduler) <= 10
+
+
+# ---- step sizes ----------------------------------------------------------------------------------
+
+
+def offloaded_layers(device_s=0.0):
+    """Totals of a stand-in for the layer prefetch."""
+    layers = {"layer_bytes": (100,) * 4, "offloaded_layers": (0, 1, 2, 3)}
+    place = WeightsPlacement(other_bytes=0, **layers)
+    return SimpleNamespace(device_s=device_s, copied_s=0.0, num_bytes=0, place=place)
+
+
+def learn(size, layers, *, device_s, copy_s, tokens) -> int:
+    """Add one forward pass; return the number of batches."""
+    layers.device_s += device_s
+    layers.copied_s += copy_s
+    layers.num_bytes += layers.place.host_bytes
+    size.learn(tokens)
+    return size.num_batches
+
+
+def test_batches_of_a_step_follow_the_objective():
+    layers = offloaded_layers()
+    size = StepSize(64, "latency", layers)
+    learn(size, layers, device_s=1.0, copy_s=5.0, tokens=64)
+    sizes = (StepSize(64), StepSize(64, "throughput"), size)
+    assert [each.tokens for each in sizes] == [64] * 3
+    assert max_batches("latency", layers) == max_batches("auto", None) == 1
+    assert StepSize(64, "throughput", offloaded_layers()).tokens == 64 * MAX_BATCHES
+    with pytest.raises(ConfigError, match="auto, latency, throughput, got 'speed'"):
+        ScheduleConfig(objective="speed")
+
+
+@pytest.mark.parametrize("earlier_s", [0.0, 100.0])
+def test_auto_objective_uses_as_many_batches_as_hide_the_copies(earlier_s):
+    """Times from before the engine started, and of steps of few rows, are not counted."""
+    layers = offloaded_layers(earlier_s)
+    size = StepSize(64, "auto", layers)
+    assert size.num_batches == 1
+    assert learn(size, layers, device_s=1.0, copy_s=2.5, tokens=4) == 1
+    assert learn(size, layers, device_s=1.0, copy_s=2.5, tokens=64) == 3
+    assert learn(size, layers, device_s=1.0, copy_s=2.5, tokens=4) == 3
+    assert learn(size, layers, device_s=3.0, copy_s=2.5, tokens=3 * 64) == 3  # one second a batch
+    for _ in range(40):  # a slower device: one batch hides the copies
+        learn(size, layers, device_s=4.0, copy_s=2.5, tokens=64)
+    assert size.num_batches == 1
+
+
+# ---- causes of waiting ---------------------------------------------------------------------------
+
+LONG = SamplingParams(max_tokens=100, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return LLM("quire-tiny", dtype="float32", kv=KVConfig(memory="4MiB"), verify=False).model
+
+
+@pytest.fixture
+def engine_of(model):
+    """Makes engines, which are drained at the end."""
+    made = []
+
+    def make(memory="4MiB", kv=None, **schedule):
+        made.append(
+            Engine(model, KVConfig(memory=memory, **(kv or {})), ScheduleConfig(**schedule))
+        )
+        return made[-1]
+
+    yield make
+    for engine in made:
+        for request in engine.requests():
+            engine.cancel(request.request_id)
+        while engine.has_work:
+            engine.step()
+        engine.check()
+
+
+def submit(engine, prompts, tenant="default"):
+    for number in range(prompts):
+        ids = [(7 * number + i) % 200 + 10 for i in range(40)]
+        engine.submit(GenerationRequest(ids, LONG, tenant=tenant))
+
+
+def causes(engine, **options):
+    found = list(engine.scheduler.waiting_causes.first(100, **options))
+    return [(why.cause, why.ahead) for _, why in found]
+
+
+def test_request_waits_for_the_next_step_or_for_a_batch_slot(engine_of):
+    engine = engine_of(max_num_seqs=2)
+    submit(engine, 4)
+    queue = [(waiting.QUEUE, 1), (waiting.QUEUE, 2), (waiting.QUEUE, 3)]
+    assert causes(engine) == [(waiting.NEXT_STEP, 0), *queue]
+    engine.step()
+
+    assert causes(engine) == [(waiting.SLOTS, 0), *queue[:1]]
+    [(_, first), _] = engine.scheduler.waiting_causes.first(2)
+    [running, _] = engine.scheduler.running
+    assert first.needed_bytes == engine.scheduler.memory.row_bytes(running.memory.row)
+
+
+def test_request_waits_for_pages_and_asking_for_causes_changes_nothing(engine_of):
+    engine = engine_of(memory="2MiB")
+    submit(engine, 8)
+    engine.step()
+    before, events = engine.stats().as_dict() | {"times": None}, engine.events.num_events
+
+    found = causes(engine)
+    assert found[0] == (waiting.MEMORY, 0)
+    first, second = (why for _, why in engine.scheduler.waiting_causes.first(2))
+    assert first.free_bytes < first.needed_bytes + first.promised_bytes
+    assert second.after is next(engine.scheduler.fairness.waiting.heads())
+    assert [cause for cause, _ in found[1:]] == [waiting.QUEUE] * (len(found) - 1)
+    assert engine.stats().as_dict() | {"times": None} == before
+    assert engine.events.num_events == events
+
+
+def test_request_waits_for_the_limit_of_its_tenant(engine_of):
+    engine = engine_of(tenants="red:guaranteed=0,burst=1200KiB; blue")
+    submit(engine, 4, tenant="red")
+    submit(engine, 1, tenant="blue")
+    engine.step()
+
+    assert causes(engine, tenant="red")[0] == (waiting.LIMIT, 0)
+    assert causes(engine, tenant="blue") == []
+
+
+@pytest.mark.parametrize(
+    ("cause", "memory", "kv", "schedule"),
+    [
+        (waiting.SLABS, "1200KiB", {"evict": "h2o:cap=64", "evict_allow": "all"}, {}),
+        (waiting.PREFILL, "2MiB", {"evict": "recent:cap=64,every=16,sinks=4"}, {}),
+        (waiting.TOKENS, "4MiB", {}, {"max_num_batched_tokens": 24}),
+    ],
+)
+def test_request_that_would_fit_waits_for_another_reason(engine_of, cause, memory, kv, schedule):
+    engine, found, waits = engine_of(memory, kv, **schedule), None, 0
+    for number in range(14):
+        own = ((7 * number + i) % 200 + 10 for i in range(20 + 40 * (number % 4)))
+        engine.submit(GenerationRequest([*range(20, 68), *own], LONG))
+    while found is None and engine.has_work:
+        engine.step()
+        for head, why in engine.scheduler.waiting_causes.first(1):
+            found = why if why.cause == cause else None
+            waits = waits + 1 if why.cause == waiting.NEXT_STEP else 0
+            assert waits < 3, f"{head.request_id} was not tried in the next step"
+
+    assert found.cause == cause
+    if cause == waiting.SLABS:
+        assert found.free_bytes < found.needed_bytes
+    elif cause == waiting.PREFILL:
+        assert found.after in engine.scheduler.running
