@@ -56,6 +56,8 @@ class Workshop:
     def folder_for(self, name: str) -> Path:
         """A new folder."""
         path = self.folder / name
+        while path.exists():  # another test has it
+            path = path.with_name(f"{path.name}_again")
         path.mkdir()
         return path
 

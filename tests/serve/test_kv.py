@@ -196,7 +196,7 @@ def test_history_has_rows_from_before_the_request(serve, monkeypatch):
     async def main(client, headers=None):
         async with running(client, headers=headers):
             found = []
-            while not (found and found[0]["data"][-1][1]):
+            while not (found and len(found[0]["data"]) > 1 and found[0]["data"][-1][1]):
                 await asyncio.sleep(0.01)
                 found = [await read(client, "history", headers=h) for h in (headers, BLUE)]
             return found
