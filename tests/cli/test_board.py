@@ -181,6 +181,7 @@ def test_invalid_options_are_refused_before_the_first_entry(quire, tmp_path, opt
     assert not (tmp_path / "cells").exists()
 
 
+@pytest.mark.slow
 def test_rules_that_one_engine_cannot_serve_together_run_in_several(quire, tmp_path):
     """Re-rotated keys are stored before RoPE, and `kvzip` reads no tokens of residual codecs."""
     rules = ("--rules", "recent;streaming:sinks=4;kvzip", "--codecs", "none,int4+residual=16")

@@ -119,6 +119,7 @@ def test_doctor_reports_a_fault(quire, monkeypatch):
     assert last_json(result)["claims"] == {"healthy": 0}
 
 
+@pytest.mark.slow
 def test_doctor_reports_a_wrong_test_output(monkeypatch):
     compared = "quire.cli.exactness.compare_with_generate"
     monkeypatch.setattr(compared, lambda *arguments: Exactness(1, 0, 0))

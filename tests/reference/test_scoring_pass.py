@@ -337,6 +337,7 @@ def test_a_refused_request_adds_no_statistics_and_passes_of_other_chunks_share_t
         other.submit(GenerationRequest([5] * 90, greedy(4), evict="kvzip:cap=50%,chunk=5"))
 
 
+@pytest.mark.slow
 def test_a_chat_model_repeats_the_prompt_after_the_text():
     kv = KVConfig(memory="8MiB", evict="kvzip:cap=50%,chunk=16")
     try:

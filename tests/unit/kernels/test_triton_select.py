@@ -137,7 +137,11 @@ def test_auto_on_a_gpu_is_triton_or_gathered_with_the_reason(gpu):
 
 @pytest.mark.parametrize(
     ("dtype", "dims"),
-    [(torch.float32, (24, 16)), (torch.bfloat16, (16, 16)), (torch.float16, (16, 40))],
+    [
+        (torch.float32, (24, 16)),
+        pytest.param(torch.bfloat16, (16, 16), marks=pytest.mark.slow),
+        pytest.param(torch.float16, (16, 40), marks=pytest.mark.slow),
+    ],
 )
 def test_right_kernels_pass_their_test(dtype, dims):
     assert self_test.first_wrong(triton_backend(), CPU, dtype, dims) is None
