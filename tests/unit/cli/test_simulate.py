@@ -49,7 +49,11 @@ def test_text_report_has_percentiles_and_memory(trace: Path):
         ((), False, "a100 (60% of peaks of a data sheet)"),
         ((), True, "profile (100% of this machine as measured)"),
         (("--machine", "h100"), True, "h100 (60% of peaks of a data sheet)"),
-        (("--machine", "a100", "--efficiency", "0.5"), False, "a100 (50% of peaks of a data she"),
+        (
+            ("--machine", "a100", "--efficiency", "0.5"),
+            False,
+            "a100 (50% of peaks of a data sheet)",
+        ),
     ],
 )
 def test_report_names_the_simulated_machine(trace, tmp_path, monkeypatch, given, profiled, named):
