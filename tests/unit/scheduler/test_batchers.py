@@ -186,14 +186,15 @@ def test_best_fit_takes_the_longest_that_fits_and_patience_prevents_starvation()
 @pytest.mark.parametrize("batcher", ["continuous", "orca", *ALL_BATCHERS[4:7]])
 @pytest.mark.parametrize("pages", [400, 14])
 def test_urgent_request_is_prefilled_in_the_next_step(batcher, pages):
-    load = load_of(batcher, urgent=-1, pages=pages)
-    submit(load, *[(8, 12)] * 5)
-    run_steps(load, 4)
-    [urgent] = submit(load, (10, 3), priority=-1)
-    plans = steps(load)
+    for priority in (-1, -2):
+        load = load_of(batcher, urgent=-1, pages=pages)
+        submit(load, *[(8, 12)] * 5)
+        run_steps(load, 4)
+        [urgent] = submit(load, (10, 3), priority=priority)
+        plans = steps(load)
 
-    own = [tokens.get(urgent.request_id, 0) for tokens, _ in plans]
-    assert own[:3] == [10, 1, 1]
+        own = [tokens.get(urgent.request_id, 0) for tokens, _ in plans]
+        assert own[:3] == [10, 1, 1]
 
 
 def test_request_displaced_from_the_batch_by_an_urgent_one_keeps_its_pages():
