@@ -34,7 +34,7 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Protocol, runtime_checkable
 
@@ -602,9 +602,7 @@ class PrefixIndex(MemoryListener):
     def share(self, lease: PrefixLease) -> PrefixLease:
         """Create a second lease on the same nodes, for a fork of the lease's sequence."""
         self._use(lease.nodes)
-        shared = PrefixLease(lease.identity, list(lease.nodes), lease.publishes, lease.known_tokens)
-        shared.complete_from = lease.complete_from
-        return shared
+        return replace(lease, nodes=list(lease.nodes), pinned=frozenset())
 
     def _use(self, nodes: Sequence[PrefixNode]) -> None:
         for node in nodes:
@@ -740,9 +738,8 @@ class PrefixIndex(MemoryListener):
             replaced: the block after which the row made the copy that this one replaces. That copy
                 is released first, so that no other one is evicted for it.
         """
-        if not lease.nodes or lease.tokens != int(self.memory.lengths[row]):
-            return False
-        if lease.tokens < lease.complete_from:
+        ends_here = bool(lease.nodes) and lease.tokens == int(self.memory.lengths[row])
+        if not ends_here or lease.tokens < lease.complete_from:
             return False
         node, used = lease.nodes[-1], self.memory.kept_with_prefix(self.memory.statistics_of(row))
         pages = referenced_statistics_pages(self.memory, row)
