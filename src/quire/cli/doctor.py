@@ -419,7 +419,8 @@ def _arithmetic(library: "NativeLibrary", storage: str) -> str:
     if storage == "bfloat16":
         if library.path == AVX512_BF16:
             return "bfloat16 products"
-        return "no bfloat16 products: widened to float32 in registers"
+        lack = "slow" if library.best_path == AVX512_BF16 else "no"
+        return f"{lack} bfloat16 products: widened to float32 in registers"
     if library.path != AVX2 and has_vnni():
         return "int8 products (VNNI), activations as int8"
     return "no VNNI: products of 16-bit sums, activations as int8"

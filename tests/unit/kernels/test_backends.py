@@ -33,7 +33,7 @@ from support.pairwise import every_pair
 
 CPU = torch.device("cpu")
 LIBRARY = load_library()
-PATHS = range(LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
+PATHS = range(LIBRARY.best_path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
 PATH_NAMES = library.PATHS[: len(PATHS)]
 needs_native = pytest.mark.skipif(not PATHS, reason="the C extension is not built")
 

@@ -65,7 +65,7 @@ from support.lanes import num_threads
 from support.pairwise import every_pair
 
 LIBRARY = load_library()
-PATHS = range(AVX2, LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
+PATHS = range(AVX2, LIBRARY.best_path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
 pytestmark = pytest.mark.skipif(not PATHS, reason="no C extension with vector instructions")
 every_path = pytest.mark.parametrize("path", PATHS, ids=lambda path: f"path{path}")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

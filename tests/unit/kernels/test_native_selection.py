@@ -16,7 +16,7 @@ from quire.policies.signatures.units import Units
 from support.pairwise import every_pair
 
 LIBRARY = load_library()
-PATHS = range(LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
+PATHS = range(LIBRARY.best_path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
 
 pytestmark = pytest.mark.skipif(not PATHS, reason="no C extension")
 

@@ -171,7 +171,7 @@ def test_scores_are_log_softmax_and_ranks_count_from_one(logits):
 
 
 LIBRARY = load_library()
-PATHS = range(AVX2, LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
+PATHS = range(AVX2, LIBRARY.best_path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
 GREEDY = RowOptions(0, 0, 0.0)
 SIZE = 1000
 

@@ -39,7 +39,7 @@ LIBRARY = load_library()
 BACKENDS = {"reference": ReferenceAttention(), "gathered": GatheredAttention(CPU)}
 BACKENDS["pre_rope"] = PreRopeAttention(CPU)
 TALLYING = {name: BACKENDS[name] for name in ("reference", "gathered")}
-WRITE_PATHS = range(LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
+WRITE_PATHS = range(LIBRARY.best_path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
 
 
 def native(path, **options):

@@ -171,6 +171,45 @@ int quire_best_path(void) {
     return PATH_PLAIN;
 }
 
+#ifdef HAVE_X86
+#define TIMED_ROUNDS 64
+
+/* Cycles of TIMED_ROUNDS x 16 independent products; `sum` keeps them from being removed. */
+#define CYCLES(name, target, product)                                    \
+    static target uint64_t name(float *sum) {                            \
+        __m512 sums[16], x = _mm512_set1_ps(*sum);                       \
+        for (int n = 0; n < 16; n++) sums[n] = x;                        \
+        uint64_t begin = __builtin_ia32_rdtsc();                         \
+        for (int round = 0; round < TIMED_ROUNDS; round++)               \
+            _Pragma("GCC unroll 16") for (int n = 0; n < 16; n++)        \
+                sums[n] = product;                                       \
+        uint64_t cycles = __builtin_ia32_rdtsc() - begin;                \
+        for (int n = 1; n < 16; n++) sums[0] = _mm512_add_ps(sums[0], sums[n]); \
+        *sum += _mm512_reduce_add_ps(sums[0]);                           \
+        return cycles;                                                   \
+    }
+CYCLES(cycles_of_pairs, AVX512_BF16, _mm512_dpbf16_ps(sums[n], (__m512bh)x, (__m512bh)x))
+CYCLES(cycles_of_floats, AVX512, _mm512_fmadd_ps(x, x, sums[n]))
+#endif
+
+/* The best path whose products are also fast. A dot product of bfloat16 pairs does the work of two float32
+ * products; Zen 4 needs the time of one for it, Sapphire and Emerald Rapids that of four. */
+int quire_fast_path(void) {
+    int best = quire_best_path();
+#ifdef HAVE_X86
+    if (best == PATH_AVX512_BF16) {
+        uint64_t pairs = UINT64_MAX, floats = UINT64_MAX;
+        float sum = 0;
+        for (int i = 0; i < 32; i++) { /* minima: an interrupt or a rising clock is no property of the CPU */
+            uint64_t one = cycles_of_pairs(&sum), other = cycles_of_floats(&sum);
+            pairs = one < pairs ? one : pairs, floats = other < floats ? other : floats;
+        }
+        if (pairs > 2 * floats && sum == 0) return PATH_AVX512;
+    }
+#endif
+    return best;
+}
+
 int64_t quire_args_size(void) { return sizeof(attention_args); }
 int quire_max_head_dim(void) { return MAX_HEAD_DIM; }
 

@@ -56,7 +56,9 @@ from quire.kernels.native.arguments import (
 LIBRARY = "_attention.so"  # without a Python version: ctypes does not depend on it
 PATHS = ("plain C", "AVX2", "AVX-512", "AVX-512 with bfloat16 products")
 INSTRUCTION_SETS = ("plain", "avx2", "avx512", "avx512_bf16")  # of PATHS
-MAX_CPU_ISA = "QUIRE_MAX_CPU_ISA"  # environment variable: highest instruction set to use
+MAX_CPU_ISA = (
+    "QUIRE_MAX_CPU_ISA"  # environment variable: highest instruction set to use, slow or not
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,9 @@ class NativeLibrary:
         retain: `quire_retain`.
         lanes: `quire_lanes`.
         represent_words: `quire_represent_words`.
-        path: code path for this CPU, an index into PATHS.
+        path: code path in use, an index into PATHS.
+        best_path: highest path that this CPU has.
+        fast_path: highest path whose products are also fast on this CPU.
         parallel_for: address of torch's thread function; None for a single thread.
         max_head_dim: largest supported head_dim.
     """
@@ -124,6 +128,8 @@ class NativeLibrary:
     lanes: Callable[..., int]
     represent_words: Callable[..., int]
     path: int
+    best_path: int
+    fast_path: int
     parallel_for: int | None
     max_head_dim: int
 
@@ -163,17 +169,17 @@ def load_library() -> NativeLibrary | NotLoaded:
 
 
 def limited(library: NativeLibrary, environment: Mapping[str, str]) -> NativeLibrary:
-    """Return the library on the path that MAX_CPU_ISA allows, for tests and measurements.
+    """Return the library on the fast path, or on the highest one that MAX_CPU_ISA allows.
 
     Raises:
         UnknownName: no such instruction set.
     """
     name = environment.get(MAX_CPU_ISA, "").lower()
     if not name:
-        return library
+        return replace(library, path=library.fast_path)
     if name not in INSTRUCTION_SETS:
         raise UnknownName(MAX_CPU_ISA, name, INSTRUCTION_SETS)
-    return replace(library, path=min(library.path, INSTRUCTION_SETS.index(name)))
+    return replace(library, path=min(library.best_path, INSTRUCTION_SETS.index(name)))
 
 
 _SIZES = {
@@ -290,6 +296,8 @@ def _bound(library: ctypes.CDLL) -> NativeLibrary:
         sample_bytes=sample_bytes,
         represent_words=represent_words,
         path=library.quire_best_path(),
+        best_path=library.quire_best_path(),
+        fast_path=library.quire_fast_path(),
         parallel_for=_torch_parallel_for(),
         max_head_dim=library.quire_max_head_dim(),
     )
