@@ -56,9 +56,7 @@ from quire.kernels.native.arguments import (
 LIBRARY = "_attention.so"  # without a Python version: ctypes does not depend on it
 PATHS = ("plain C", "AVX2", "AVX-512", "AVX-512 with bfloat16 products")
 INSTRUCTION_SETS = ("plain", "avx2", "avx512", "avx512_bf16")  # of PATHS
-MAX_CPU_ISA = (
-    "QUIRE_MAX_CPU_ISA"  # environment variable: highest instruction set to use, slow or not
-)
+MAX_CPU_ISA = "QUIRE_MAX_CPU_ISA"  # variable: highest instruction set to use, slow or not
 
 
 @dataclass(frozen=True, slots=True)
