@@ -150,7 +150,8 @@ class BoardRunner:
             shared: tuple[object, ...] = ()
             with suppress(ConfigError):  # shown in the table when the entry runs
                 rule = make_eviction(entry.evict)
-                names = tuple(one.name for one in rule.statistics)
+                # statistics of the newest queries start from any cached prefix: they need no copies
+                names = tuple(one.name for one in rule.statistics if one.newest is None)
                 shared = (rule.policy is not None and rule.policy.rerotates_keys, names)
             key = (entry.codec, shared) if self._config.shares_prefill else entry
             groups.setdefault(key, []).append(entry)
