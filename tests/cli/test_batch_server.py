@@ -24,7 +24,8 @@ class Server:
     def __init__(self, *responses):
         self.responses, self.bodies, self.headers = list(responses), [], []
         self.open = self.max_open = 0
-        self._lock = threading.Lock()
+        self.awaited_open = 1  # requests that are open before the first response
+        self._lock = threading.Condition()
 
     def __call__(self, path, body, headers):
         with self._lock:
@@ -33,6 +34,8 @@ class Server:
             self.open += 1
             self.max_open = max(self.open, self.max_open)
             found = self.responses.pop(0) if self.responses else None
+            self._lock.notify_all()
+            self._lock.wait_for(lambda: self.max_open >= self.awaited_open, timeout=10)
         threading.Event().wait(0.02)
         with self._lock:
             self.open -= 1
@@ -110,6 +113,7 @@ def test_an_invalid_request_gets_an_error_record_without_a_repetition(files):
 
 def test_no_more_requests_are_open_than_the_limit(files):
     server, lines = Server(), [LINES[3] | {"id": str(i)} for i in range(12)]
+    server.awaited_open = 3
     with answering(server) as url:
         batch(files(*lines), url, "--max-concurrency", "3")
     assert server.max_open == 3
