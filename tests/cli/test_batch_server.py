@@ -94,7 +94,6 @@ def test_a_refused_request_is_repeated_after_the_time_of_the_server(files, statu
     server = Server(*[(status, {"retry-after": "0.01"}, {})] * 3)
     with answering(server) as url:
         _, records = batch(files(LINES[0]), url)
-
     assert len(server.bodies) == 4
     assert records[1]["error"] is None
 
@@ -161,7 +160,6 @@ def test_a_line_that_is_no_request_gets_an_error_record_and_the_others_run(files
     server = Server()
     with answering(server) as url:
         _, records = batch(files(line, LINES[3]), url, code=1)
-
     assert len(server.bodies) == 1
     assert message in records[1]["error"]["message"]
     assert records[2]["text"] == "out"
@@ -175,7 +173,6 @@ def test_a_response_that_cannot_be_read_fails_its_line_alone(files, headers, con
     server = Server((200, headers, content))
     with answering(server) as url:
         _, records = batch(files(LINES[0], LINES[3]), url, "--max-concurrency", "1", code=1)
-
     assert message in records[1]["error"]["message"]
     assert records[2]["text"] == "out"
 
@@ -192,5 +189,4 @@ def test_a_response_that_cannot_be_read_fails_its_line_alone(files, headers, con
 )
 def test_an_invalid_url_key_or_option_of_the_engine_is_refused(files, url, option, value, message):
     result, _ = batch(files(LINES[0]), url, option, value, code=2)
-
     assert message in result.stderr

@@ -154,7 +154,6 @@ def test_the_best_entries_are_confirmed_with_more_prompts_and_other_lengths(quir
 def test_a_leaderboard_without_confirmed_entries_has_its_pages(quire, tmp_path, options, why):
     rules = ("--rules", "random", "--tasks", "repeats,perplexity")
     run = quire(*SMALL, *rules, "--confirm", "1", *options, "--out", tmp_path)
-
     assert run.exit_code == 0, run.stderr
     assert why in " ".join(run.stderr.split())
     assert last_line(run)["claims"]["entries"] == 2
@@ -175,7 +174,6 @@ def test_a_leaderboard_without_confirmed_entries_has_its_pages(quire, tmp_path, 
 )
 def test_invalid_options_are_refused_before_the_first_entry(quire, tmp_path, options, message):
     run = quire(*SMALL, "--confirm", "1", *options, "--out", tmp_path)
-
     assert run.exit_code == 2
     assert message in " ".join(run.stderr.split())
     assert not (tmp_path / "cells").exists()

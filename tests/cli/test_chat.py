@@ -150,7 +150,6 @@ def test_an_output_that_ends_at_once_is_named(quire):
     ends = ("--temperature", "0", *(f"--stop={letter}" for letter in string.printable[:94]))
     talk = quire("chat", *QUICK, *ends, input="hello\n")
     generated = quire("generate", "quire-tiny", "x", "--no-verify", *ends)
-
     assert "[no text: the output ended at once; /set min_tokens N makes it go on]" in talk.stderr
     assert "[no text: the output ended at once; --min-tokens N makes it go on" in generated.stderr
     assert talk.stdout == generated.stdout == "\n"

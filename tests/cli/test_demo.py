@@ -57,7 +57,6 @@ def test_an_output_that_contains_an_answer_is_right(output, right):
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_documents_are_whole_paragraphs_that_contain_the_answers(name):
     text = document_text(name)
-
     assert 3_500 < len(text) < 5_500
     assert text[-1] in ".!?'\""
     for question in QUESTIONS:
@@ -133,7 +132,6 @@ def test_doctor_reports_a_wrong_test_output(monkeypatch):
 def test_doctor_shows_the_implementation_of_a_model():
     found = doctor_module.model_finding("quire-tiny")
     missing = doctor_module.model_finding("no-such-folder")
-
     assert found.ok
     assert "implementation: " in found.value
     assert not missing.ok

@@ -45,7 +45,6 @@ def judge(monkeypatch):
 @pytest.mark.parametrize("form", [(), ("quire-tiny",), ("run",), ("run", "quire-tiny")])
 def test_run_is_the_default_command(form, judge):
     found = result(*form, *LINES)
-
     assert found["name"] == "eval"
     assert found["config"]["model"] == "quire-tiny"
     assert found["claims"]["lines_128_accuracy"] == 1.0

@@ -28,7 +28,6 @@ def expected():
 
 def test_output_is_on_stdout_and_usage_on_stderr(quire, expected):
     result = quire("generate", "--prompt", PROMPT, *QUICK)
-
     assert result.exit_code == 0
     assert result.stdout == expected.text + "\n"
     assert result.stderr.startswith("[cut at max_tokens=5: --max-tokens N raises it]\n")
@@ -247,7 +246,6 @@ def test_chat_replies_to_every_line_and_clear_clears_the_conversation(quire):
 def test_text_without_a_tokenizer_is_refused(quire, zoo_folder: Path):
     generated = quire("generate", zoo_folder, "-p", "x", "--kv-memory", "1MiB")
     chat = quire("chat", zoo_folder, "--kv-memory", "1MiB", input="hello\n")
-
     assert_refused(generated, "no tokenizer")
     assert "no tokenizer" in chat.stderr
 
@@ -369,7 +367,6 @@ def test_places_for_kv_events_are_checked_before_the_model_is_loaded(quire, tmp_
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_full_disk_for_events_keeps_the_output(quire, expected):
     result = quire("generate", "-p", PROMPT, "--kv-events", "/dev/full", *QUICK)
-
     assert result.exit_code == 2
     assert result.stdout == expected.text + "\n"
     assert "5 output tokens" in result.stderr
@@ -432,7 +429,6 @@ def test_arguments_without_a_usable_prompt_are_refused(quire, arguments, parts):
 @pytest.mark.parametrize("option", [("--model", "m"), ("--model=m",), ("-m", "m")])
 def test_model_as_an_option_is_refused_with_the_usage(quire, command, more, usage, option):
     result = quire(*command.split(), *more.split(), *option)
-
     assert_refused(result, f"{option[0][:7]} is not an option: the model is the first argument")
     assert result.stderr.strip().endswith(f"as in {usage}")
 

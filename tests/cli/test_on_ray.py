@@ -22,7 +22,6 @@ CONFIG_ERROR = 2
 def test_options_of_ray_need_ray_and_those_of_one_engine_none(quire, option, message):
     ray = ("--ray",) if "engine" in message else ()
     result = quire("serve", "quire-tiny", *ray, option)
-
     assert result.exit_code == CONFIG_ERROR
     assert f"{option.partition('=')[0]} {message}" in result.stderr
 

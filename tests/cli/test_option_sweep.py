@@ -130,7 +130,6 @@ def test_huge_number_is_a_one_line_error(option, zoo_folder, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"prompt": [3, 4]}\n')
     engine = ["--kv-memory=64KiB", "--max-tokens=2", "--no-verify", "--threads=1"]
-
     assert problem_of(["batch", str(zoo_folder), "in.jsonl", "out.jsonl", *engine, option]) is None
 
 
@@ -138,7 +137,6 @@ def test_problem_detects_results_that_are_neither_success_nor_refusal():
     valid = [(0, ""), (1, "x"), (None, ""), (2, "error: no\n"), (2, "note\nerror: no\n")]
     valid += [(2, "Usage: q")]
     invalid = [(2, ""), (2, "error: \n"), (2, "error: no\nmore\n"), (97, "error: no"), (-11, "")]
-
     assert [problem(*option) for option in valid] == [None] * len(valid)
     assert all(problem(*option) for option in invalid)
     assert problem(1, "Traceback (most recent call last):\n  x\nValueError: y\n") == "ValueError: y"

@@ -55,7 +55,6 @@ def test_nothing_is_shown_without_a_terminal(llm, capsys):
     with loading.shown():
         pass
     loading.report(llm)
-
     assert capsys.readouterr() == ("", "")
 
 

@@ -65,7 +65,6 @@ def pages_with(language: str) -> list[Path]:
 def test_every_python_block_is_tested_or_an_exception(path: Path) -> None:
     exceptions = [text for text, _ in NOT_RUN.get(name(path), ())]
     untested = [found for found in blocks(path, "python") if "<!-- tested: " not in found[0]]
-
     for above, code in untested:
         assert any(text in above + code for text in exceptions), f"not tested:\n{code}"
     for text in exceptions:

@@ -31,7 +31,6 @@ def generate() -> ModuleType:
 
 def test_generated_documents_are_current(generate, capsys) -> None:
     stale = generate.main(["--check"])
-
     assert stale == 0, capsys.readouterr().out
 
 
@@ -88,7 +87,6 @@ def test_every_path_of_the_server_is_in_the_reference() -> None:
 )
 def test_doctests_of_a_page_pass(page: str, examples: int) -> None:
     results = doctest.testfile(str(DOCS / page), module_relative=False, encoding="utf-8")
-
     assert results.attempted > examples
     assert results.failed == 0
 
@@ -153,7 +151,6 @@ def test_snapshot_has_the_fields_of_the_engines_ledger():
 def test_every_kind_of_event_has_a_row():
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", LEDGER, re.MULTILINE)
     documented = [kind for row in rows for kind in re.findall(r"\w+", row)]
-
     assert tuple(documented) == KINDS
     assert EVENT["kind"] in KINDS
     assert f"newest of {KEPT_EVENTS:,} stored events" in LEDGER

@@ -29,7 +29,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
 
 def test_own_model(run) -> None:
     printed = run("own_model.py")
-
     assert printed.count("tokens, ") == 3
     assert "of 67,108,864 B of KV memory in use" in printed
 
@@ -41,7 +40,6 @@ def test_serve_openai(run) -> None:
 
 def test_policy_in_one_file(run) -> None:
     full, long_values, _ = run("policy_in_one_file.py").splitlines()[1:]
-
     assert "'45115'" in full
     assert kv_bytes(long_values) < kv_bytes(full) / 2
 
@@ -50,14 +48,12 @@ def test_policy_in_one_file(run) -> None:
 def test_compare_policies(run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     printed = run("compare_policies.py").splitlines()
-
     assert len(printed) == 1 + 3 * 2 + 1
     assert (tmp_path / "policies.png").stat().st_size > 10_000
 
 
 def test_quire_cache(run) -> None:
     answer, full, recent, snapkv = run("quire_cache.py").splitlines()[-4:]
-
     assert answer.split()[-1] in full
     assert answer.split()[-1] in snapkv
     assert kv_bytes(recent) < kv_bytes(full)
@@ -75,7 +71,6 @@ def test_offline_batch(run) -> None:
 def test_plan_memory(run) -> None:
     printed = run("plan_memory.py", "quire-tiny", "64MiB", "1024").splitlines()[1:]
     requests = [int(line.split()[-2].replace(",", "")) for line in printed]
-
     assert requests[0] == 64 * 2**20 // (1024 * 4096)
     assert requests[1] == 4 * requests[0]
     assert requests[4] > requests[2] > requests[0]  # int4, int8, bfloat16
@@ -83,7 +78,6 @@ def test_plan_memory(run) -> None:
 
 def test_kvpress_port(run) -> None:
     _, full, quarter, half = run("kvpress_port.py").splitlines()
-
     assert kv_bytes(full) > kv_bytes(quarter) > kv_bytes(half)
 
 

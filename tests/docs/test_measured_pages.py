@@ -70,7 +70,6 @@ def test_every_part_has_a_title_and_every_registered_name_a_row():
 def test_unknown_page_is_refused_with_the_known_pages(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         MAKER.main(["stack"])
-
     assert "choose from eviction, kvcrush, memory" in capsys.readouterr().err.replace("'", "")
 
 

@@ -27,7 +27,6 @@ def test_readme_shows_the_output_of_its_eight_lines(capsys: pytest.CaptureFixtur
 
 def test_readme_figures_of_the_demo_equal_the_stored_run() -> None:
     claims = json.loads((ROOT / "docs/results/demo.json").read_text(encoding="utf-8"))["claims"]
-
     assert f"`quire demo` asks SmolLM2 {claims['questions']} questions" in README
     assert f"in {claims['full_kv_total_bytes'] / 2**20:g} MiB of KV memory" in README
     assert claims["exactness_equal"] == claims["exactness_checked"]

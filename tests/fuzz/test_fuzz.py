@@ -31,7 +31,6 @@ def test_a_mended_case_stays_mended(line):
     step. 690244: a swapped tail with full-precision tokens of its own did not fit beside its head.
     """
     outcome = run_case(from_json(line))
-
     assert outcome.outcome == OK, outcome.why
 
 

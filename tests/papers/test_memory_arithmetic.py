@@ -66,7 +66,6 @@ def test_opt_175b_needs_4608_gib_at_batch_128():
     """
     model = opt(layers=96, heads=96, hidden=12_288)
     kv_bytes = 128 * model.kv_bytes(8192, FP16)
-
     assert kv_bytes == 4608 * GIB
     assert model.num_parameters == pytest.approx(175e9, rel=0.01)
     assert kv_bytes / model.weight_bytes(FP16) == pytest.approx(14.2, abs=0.1)
@@ -108,7 +107,6 @@ def test_bandwidth_table_of_llama_3_70b(batch: int, gibibytes: float, share: flo
     higher.
     """
     step = decode_step(LLAMA_70B, batch=batch, tokens=2048)
-
     assert step.kv_read_bytes == gibibytes * GIB
     assert step.kv_share == pytest.approx(share, abs=0.025)
 
@@ -176,7 +174,6 @@ A100 = 80 * 10**9
 def test_short_sequences_need_no_management():
     """8B, batch 32, 512 tokens: 2 * 32 * 8 * 128 * 512 * 32 * 2 B = 2 GiB (printed: 0.5 GB)."""
     verdict = assess(LLAMA_8B, memory_of(A100, LLAMA_8B), 256, 256, 32)
-
     assert verdict.kv_bytes == 2 * GIB
     assert verdict.kv_bytes / A100 < 0.03
     assert verdict.impact == "low"
@@ -274,7 +271,6 @@ def test_four_beams_use_few_more_pages_than_one_sequence(page_tokens, ratio, cop
     """
     memory = beams_in_memory(page_tokens)
     [pool] = memory.pools.values()
-
     assert pool.num_used / (TOKENS // page_tokens) == pytest.approx(ratio, abs=1e-4)
     assert memory.store.num_pages == copies
 

@@ -48,7 +48,6 @@ HYBRIDS = ("mamba", "mamba2", "zamba", "zamba2", "falcon_h1", "olmo_hybrid", "lf
 )
 def test_no_batch_changes_a_bit(architecture):
     preemptions = check(model_of(architecture), range(4))
-
     assert preemptions > 0
 
 
@@ -93,7 +92,6 @@ def test_no_batch_chunk_or_turn_changes_a_bit_of_a_hybrid(architecture):
 def test_chunks_change_no_bit_of_a_hybrid_whose_states_are_rounded(states):
     model, kv = model_of("bamba"), {"codec": f"none+states={states}"}
     expected = run(model, [2], kv)
-
     check_equal(run(model, [2], kv, chunk_tokens=7), expected)
     assert run(model, [2]).logprobs != expected.logprobs
 
@@ -183,7 +181,6 @@ def test_prefix_keys_differ_from_those_of_engines_without_the_option():
         schedule = ScheduleConfig(batch_invariant=invariant)
         engine = Engine(model_of("llama"), KVConfig(memory="1MiB"), schedule)
         natures.add(kv_fingerprint(engine.pool, engine.model))
-
     assert len(natures) == 2
 
 

@@ -96,7 +96,6 @@ def compare_all(engine: Engine, architecture: str, cases, *, ends: bool) -> set[
 def test_beams_equal_transformers(architecture, ends, cases):
     """All widths, length penalties and kinds of early stopping, at once in one engine."""
     engine = engines.engine_for(engines.load(architecture), room=40.0, longest=30, page_tokens=4)
-
     assert ("stop" in compare_all(engine, architecture, cases, ends=ends)) == ends
 
 
@@ -109,5 +108,4 @@ def test_preempted_and_recomputed_beams_are_equal(architecture):
     options = {"longest": 30, "page_tokens": 4, "enable_prefix_caching": False}
     engine = engines.engine_for(engines.load(architecture), room=room, **options)
     compare_all(engine, architecture, CASES[::5], ends=True)
-
     assert engine.scheduler.num_preemptions > 0

@@ -176,7 +176,6 @@ def test_a_request_uses_the_bytes_of_its_codecs(codec):
     _, peak_bytes, pages = whole(codec)
     form = read_format(fill_plain(codec, "float32"))
     slot_bytes = sum(side.vector_bytes(16, 4) for side in (form.key, form.value))
-
     assert peak_bytes == 2 * pages * -(-4 * 2 * slot_bytes // 64) * 64
 
 
@@ -191,7 +190,6 @@ def test_keys_and_values_of_unequal_width_are_not_padded(codec, key_bytes, value
     """
     layout, peak_bytes, pages = whole(codec, "mimo_v2_flash", page_tokens=32)
     page_bytes = 32 * (key_bytes + value_bytes)
-
     assert [g.page_class.page_bytes for g in layout.groups] == [2 * page_bytes, 4 * page_bytes]
     assert peak_bytes == (2 * pages + 4 * 2) * page_bytes
 
@@ -206,7 +204,6 @@ def test_keys_and_values_of_unequal_width_are_not_padded(codec, key_bytes, value
 def test_latents_are_stored_once_for_all_heads(codec, token_bytes):
     """16 numbers of a latent and 8 of the rotated part, in each of two layers of four heads."""
     layout, peak_bytes, pages = whole(codec, "deepseek_v3", page_tokens=32)
-
     assert [group.page_class.page_bytes for group in layout.groups] == [32 * token_bytes]
     assert peak_bytes == 2 * pages * 32 * token_bytes
 
@@ -308,7 +305,6 @@ def test_batching_and_preemption_change_no_logits_of_measured_codecs(codec, rule
     expected = measured_answer(codec, rule, folder, max_num_seqs=1)
     options = {"chunk_tokens": 7, "max_num_batched_tokens": 20, "preempt": "recompute"}
     other = measured_answer(codec, rule, folder, preempts=1, **options)
-
     assert other.traces() == expected.traces()
     assert largest_difference(other.logits, expected.logits) <= 1e-4
 
@@ -323,7 +319,6 @@ def test_batching_and_preemption_change_no_logits_of_measured_codecs(codec, rule
 )
 def test_the_reference_backend_gives_equal_logits(codec, rule, folder):
     one, other = (measured_answer(codec, rule, folder, name) for name in ("gathered", "reference"))
-
     # its products are not exact: where a number lies between two codes, another may be taken
     assert largest_difference(one.logits, other.logits) <= 0.05
 

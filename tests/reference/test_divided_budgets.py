@@ -116,7 +116,6 @@ def test_a_preempted_request_is_divided_as_without_preemption(budget, preempt):
     text = rule_of(RULES[1], budget, PREFILL_AND_DECODE)
     host = "4MiB" if preempt == "swap" else 0
     often = run_watched(text, host=host, preempt=preempt, preempts=3)
-
     assert sum(usage.preemptions for usage in often.usages.values()) > 0
     assert often.traces() == run_watched(text).traces()
 
@@ -127,7 +126,6 @@ def test_memory_of_the_admission_bound_suffices_without_preemption(budget):
     text = rule_of(RULES[0], budget, PREFILL_AND_DECODE)
     wide = run_watched(text)
     needed = max(usage.kv_peak_bytes for usage in wide.usages.values())
-
     assert run_watched(text, memory=4 * needed).traces() == wide.traces()
 
 
@@ -163,6 +161,5 @@ def test_ada_is_refused_for_a_model_with_one_kv_head():
     with pytest.raises(UnsoundCombination, match="this model has one KV head per layer"):
         Engine(load("llama_mqa"), kv_config(memory="1MiB", evict=ada))
     engine = Engine(load("llama_mqa"), kv_config(memory="1MiB", evict_allow="h2o:budget=ada"))
-
     with pytest.raises(RequestError, match="this model has one KV head per layer"):
         engine.submit(GenerationRequest([5] * 30, greedy(4), evict=ada))

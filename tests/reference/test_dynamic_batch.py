@@ -101,7 +101,6 @@ def test_nan_in_every_slot_without_a_token_changes_no_logits(
     with_nan = partialmethod(DenseSlab.__init__, filler=float("nan"))
     monkeypatch.setattr(DenseSlab, "__init__", with_nan)
     batch = DynamicBatch(build(architecture), batch_size=3, batcher=rule)
-
     check_answers(run(batch, PROMPTS[:5]), expect(architecture, PROMPTS[:5]))
 
 

@@ -109,7 +109,6 @@ def test_embeddings_of_a_batch_of_fixed_rows_are_equal():
     prompts, wanted = expected("llama", "mean")
     schedule = ScheduleConfig(batch_invariant=True, max_num_batched_tokens=16)
     engine = Engine(load("llama"), kv_config(memory="1MiB"), schedule)
-
     assert_equal(embed(engine, prompts, "mean")[0], wanted)
 
 

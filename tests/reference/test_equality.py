@@ -194,7 +194,6 @@ def test_logits_equal_transformers_on_cuda(architecture):
     engine = engine_of(model, 16, 64, "scarce")
     forced = Forced(engine, expected)
     drive(engine, expected, seed=1)
-
     assert forced.worst <= 1e-3
 
 

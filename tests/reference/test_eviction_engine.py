@@ -183,7 +183,6 @@ def test_recorded_statistics_do_not_change_the_logits_of_a_prompt(everything, na
 def test_retained_tokens_do_not_depend_on_other_requests_or_their_policies(apart):
     together = run(jobs_of(RULES) | {"whole": ([5] * 40, "full")})
     del together.usages["whole"], together.logits["whole"]
-
     assert together.traces() == apart.traces()
     assert largest_difference(together.logits, apart.logits) <= 1e-4
     assert all(usage.evicted_tokens for usage in apart.usages.values())
@@ -379,7 +378,6 @@ def test_under_pressure_tokens_are_evicted_before_a_request_is_preempted():
 def test_a_prompt_that_fits_only_under_its_cap_is_admitted():
     prompt = [3 + i % 50 for i in range(200)]
     tight = {"memory": "40KiB", "kv": {"evict_allow": ALLOW}}
-
     with pytest.raises(NeverFits):
         run({"whole": (prompt, "full")}, **tight)
     assert run({"capped": (prompt, RULES["h2o"])}, **tight).usages["capped"].evicted_tokens
@@ -583,7 +581,6 @@ def test_traces_are_recorded_only_on_request():
     engine = engine_of(memory="2MiB", evict=RULES["recent"])
     answer(engine, requests_of({"kept": [5] * 60}, 8, record_evictions=True))
     answer(engine, requests_of({"gone": [5] * 60}, 8))
-
     assert engine.eviction_trace("kept")[0].num_computed == CAP
     with pytest.raises(RequestError, match="record_evictions"):
         engine.eviction_trace("gone")
@@ -598,7 +595,6 @@ def test_budgets_finalized_after_prefill_evict_only_prompts_over_the_cap(budget,
     rule = f"h2o:cap=40,every=4,recent=4,when={when},budget={budget}"
     prompts = {"over": [3 + i * i % 60 for i in range(42)], "under": [5] * (40 - NEW_TOKENS)}
     cut = run({n: (p, rule) for n, p in prompts.items()}, kv={"evict": rule, "evict_allow": ""})
-
     assert cut.usages["over"].evicted_tokens
     assert not cut.usages["under"].evicted_tokens
 
@@ -608,7 +604,6 @@ def test_a_pending_budget_reserves_its_largest_cap():
     engine = engine_of(memory="2MiB", evict=RULES["settled"])
     engine.submit(GenerationRequest([5] * 60, greedy(40), request_id="r"))
     [request] = engine.scheduler.waiting.of_tenant("default")
-
     assert request.eviction.pending
     assert request.eviction.spec.lane_capacities == (34,) * 4
 
@@ -756,7 +751,6 @@ def test_prompt_whose_hidden_states_exceed_the_memory_is_refused(monkeypatch):
     monkeypatch.setattr("quire.engine.core.free_host_bytes", lambda: 10_000)
     engine = engine_of(evict=BY_LAYER[0])
     engine.submit(GenerationRequest(PROMPT[:20], greedy(4)))  # nothing is evicted
-
     with pytest.raises(RequestError, match=r"110 prompt tokens .* hold 21,120 B of hidden states"):
         engine.submit(GenerationRequest(PROMPT, greedy(4)))
 

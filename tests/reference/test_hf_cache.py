@@ -86,7 +86,6 @@ def test_a_large_budget_gives_the_tokens_of_transformers(name, policy):
     inputs = {key: value[:, -20:] for key, value in inputs.items()} if limit == 24 else inputs
     with cached(model, policy, max_tokens=limit) as cache:
         got = generate(model, inputs, max_new_tokens=new, past_key_values=cache)
-
     assert torch.equal(got, generate(model, inputs, max_new_tokens=new))
 
 
@@ -166,7 +165,6 @@ def test_a_budget_alone_is_enough(budget, ratio, cap):
     with QuireCache(model, "h2o", budget, compression_ratio=ratio) as cache:
         generate(model, padded(prompt), past_key_values=cache)
         kept = all_kept(cache, 0)
-
     assert all(7 * cap // 8 <= len(head) <= cap for layer in kept for head in layer)
 
 
@@ -279,7 +277,6 @@ def test_a_codec_divides_the_bytes():
         with QuireCache(model, codec=codec, max_tokens=200) as cache:
             generate(model, padded(PROMPTS), past_key_values=cache)
             peaks[codec] = cache.kv_peak_bytes
-
     assert peaks["int8"] < 0.5 * peaks["none"]  # float32 model
 
 
@@ -319,7 +316,6 @@ def test_a_second_call_continues_with_the_cache_of_the_first(name, policy):
     model, first = build(name), torch.tensor([[3, 5, 7] * 10, [2, 4, 8] * 10])
     with QuireCache(model, policy, max_tokens=200) as cache:
         got, both = two_turns(model, cache, first)
-
     assert torch.equal(got, generate(model, {"input_ids": both}))
 
 
@@ -339,7 +335,6 @@ def test_each_turn_is_a_prompt_of_the_schedule(rule, when):
     with QuireCache(model, rule, CAP, every=EVERY, when=when) as cache:
         two_turns(model, cache, first, TURN * 5, max_new_tokens=1)
         held = [len(head) for layer in all_kept(cache, 0) for head in layer]
-
     assert max(held) <= CAP + (when == "decode") * 7 * 5
 
 
@@ -425,7 +420,6 @@ def test_assisted_decoding_without_eviction_gives_the_tokens_of_transformers(nam
     model, inputs, options = build(name), padded(REPEATED), {"max_new_tokens": 30}
     with cached(model, max_tokens=200) as cache:
         got = generate(model, inputs, past_key_values=cache, prompt_lookup_num_tokens=4, **options)
-
     assert torch.equal(got, generate(model, inputs, **options))
 
 
@@ -454,6 +448,5 @@ def test_a_conversation_with_assisted_decoding_equals_one_without():
     for options in ({}, {"prompt_lookup_num_tokens": 4}):
         with QuireCache(model, "h2o:recent=8", CAP, every=EVERY) as cache:
             outputs.append(two_turns(model, cache, first, **options)[0])
-
     assert torch.equal(*outputs)
     assert outputs[0].shape[1] == NEW_TOKENS

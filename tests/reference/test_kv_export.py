@@ -260,6 +260,5 @@ def test_answers_after_an_import_have_the_logits_of_a_prefill(exported):
     llm = llm_of()
     llm.import_kv(exported)
     logits, usages = answer(llm.engine, tiers.B)
-
     assert usages["b"].cached_tokens == 148
     check_logits(logits, only="b")

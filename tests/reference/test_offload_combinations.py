@@ -125,7 +125,6 @@ def test_an_evicting_prompt_larger_than_the_memory_fits_with_offload(rule):
     evict = f"{rule}cap=32,every=8,when=decode"
     refuses("--kv-offload-memory", "llama", 0.6, ALONE, evict=evict, offload=0)
     engine, logits, _ = run("llama", 0.6, ALONE, evict=evict)
-
     assert peak_offloaded_bytes(engine)
     assert engine.stats().num_preemptions == 0
     check_ample("llama", ALONE, logits, evict=evict)
@@ -136,7 +135,6 @@ def test_retained_tokens_of_offloaded_requests_may_exceed_the_kv_memory(rule):
     """The tokens that an eviction retains stay offloaded: 88 to 96 in memory for 52."""
     evict = f"{rule}{',' if ':' in rule else ':'}cap=96,every=8"
     engine, logits, _ = run("llama", 0.3, ALONE, evict=evict)
-
     assert engine.stats().num_evictions
     assert engine.stats().num_preemptions == 0
     check_ample("llama", ALONE, logits, evict=evict)
@@ -174,7 +172,6 @@ def test_evictions_of_offloaded_requests_are_replayed_after_a_preemption(rule):
     options = {"schedule": {"preempt": "recompute", "admission": "optimistic"}, "offload": "96KiB"}
     requests = [(LONG, greedy(NEW_TOKENS)), (LONG[::-1], greedy(NEW_TOKENS))]
     engine, logits, _ = run("llama", 0.75, requests, evict=evict, **options)
-
     assert peak_offloaded_bytes(engine)
     check_ample("llama", requests, logits, evict=evict)
 
@@ -211,7 +208,6 @@ def test_sequences_of_one_prompt_and_others_are_offloaded_together(params):
     requests = [(LONG, params), (LONG[::-1], greedy(NEW_TOKENS)), (SHORT[0], params)]
     schedule = {"admission": "optimistic"}
     engine, _, tokens = run("llama", 0.9, requests, schedule=schedule)
-
     assert peak_offloaded_bytes(engine)
     assert tokens == run("llama", 16, requests, offload=0)[2]
     assert_all_free(engine)
@@ -257,7 +253,6 @@ def test_requests_with_a_common_prefix_share_its_offloaded_pages():
     requests = [([*LONG[:100], 7 + i, *LONG[:20]], greedy(NEW_TOKENS)) for i in range(3)]
     schedule = {"admission": "optimistic", "max_num_batched_tokens": 16}
     engine, logits, _ = run("llama", 0.95, requests, schedule=schedule)
-
     assert peak_offloaded_bytes(engine)
     check_ample("llama", requests, logits)
     assert_all_free(engine)

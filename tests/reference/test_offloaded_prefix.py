@@ -118,7 +118,6 @@ def most_running(engine: Engine) -> int:
 )
 def test_logits_equal_those_with_enough_memory(name, rows):
     engine, logits, usages = run(name, rows)
-
     assert offloaded(engine)
     assert set(usages) == set(PROMPTS)
     check_logits(name, logits)
@@ -135,7 +134,6 @@ def test_logits_equal_those_with_enough_memory(name, rows):
 )
 def test_recomputed_kv_gives_equal_logits(name, part):
     engine, logits, _ = run(name, 0.8, offload_recompute=part)
-
     assert offloaded(engine)
     assert bool(engine.stats().recomputed_tokens) == (part != "0")
     check_logits(name, logits)
@@ -155,7 +153,6 @@ def test_recomputed_kv_gives_equal_logits(name, part):
 )
 def test_cpu_attention_gives_equal_logits(name, part):
     engine, logits, _ = run(name, 0.8, offload_recompute="off", offload_cpu_attention=part)
-
     assert offloaded(engine)
     assert engine.stats().cpu_attended_tokens
     check_logits(name, logits)
@@ -238,7 +235,6 @@ def test_quantized_pages_are_offloaded_without_change(codec, rows, monkeypatch):
     use_exact_products(monkeypatch)
     expected = run("qwen3", 16, codec=codec, stream=0)[1]
     engine, logits, _ = run("qwen3", rows, codec=codec)
-
     assert offloaded(engine)
     assert largest_difference(logits, expected) <= 1e-4
 
@@ -266,7 +262,6 @@ def test_a_prefill_chunk_is_limited_to_free_memory(name, rows, parts):
     """The default chunk is longer than these prompts; 0.3 rows cannot hold two staging slots."""
     schedule = {"chunk_tokens": 2048, "max_num_batched_tokens": 2048}
     engine, logits, _ = run(name, rows, schedule=schedule, **parts)
-
     assert offloaded(engine)
     assert set(logits) == set(PROMPTS)
     check_logits(name, logits)
@@ -281,7 +276,6 @@ def test_a_request_runs_in_the_min_offload_memory_that_fits(rows, page_tokens, s
     options = {"rows": rows, "page_tokens": page_tokens, "offload_recompute": "off"}
     requests = requests_of({"b": PROMPTS["b"]}, 8)
     answers = answer(engine_of(offload_memory=stream_bytes, **options), requests)
-
     assert answers.deltas[-1].finish_reason == "length"
     with pytest.raises(NeverFits):
         engine_of(offload_memory=stream_bytes - 512, **options).submit(*requests)
@@ -293,7 +287,6 @@ def test_staging_frees_slabs_for_pages_of_other_sizes():
     options |= {"enable_prefix_caching": False, "schedule": {"chunk_tokens": 5}}
     requests = requests_of({"b": PROMPTS["b"][:51]}, 7)
     answers = answer(engine_of("llama_mha", **options), requests)
-
     assert answers.deltas[-1].finish_reason == "length"
 
 
@@ -332,7 +325,6 @@ def test_a_request_with_an_offloaded_prefix_can_be_preempted(preempt):
     options = {"swap_space": "4MiB" if preempt == "swap" else 0, "stream": "48KiB"}
     schedule = {"admission": "optimistic", "preempt": preempt}
     engine, logits, _ = run("qwen3", 0.9, schedule=schedule, **options)
-
     assert offloaded(engine)
     assert engine.stats().num_preemptions
     check_logits("qwen3", logits)
@@ -340,7 +332,6 @@ def test_a_request_with_an_offloaded_prefix_can_be_preempted(preempt):
 
 def test_cancelled_requests_free_their_offloaded_pages():
     engine, logits, _ = run("qwen3", 0.7, cancel=[("b", 7), ("a", 9)])
-
     assert offloaded(engine)
     assert_all_free(engine)
     check_logits("qwen3", logits, only="cd")
@@ -351,7 +342,6 @@ def test_requests_with_several_sequences_are_not_offloaded():
     several = SamplingParams(max_tokens=8, n=2, temperature=1.0, seed=1)
     requests = requests_of({"long": PROMPTS["b"]}, 40)
     answer(engine, [*requests, GenerationRequest(PROMPTS["d"], several)])
-
     assert {event.request_id for event in engine.events.newest(["offloaded"])} <= {"long"}
 
 

@@ -52,7 +52,6 @@ def forced_logits(engine: Engine, expected: list[Expected]) -> float:
 def test_long_prompts_equal_transformers_in_a_small_memory(name, chunk_tokens):
     sizes = {"room": 1.96, "longest": LENGTH + NEW_TOKENS, "page_tokens": 4}
     engine = engine_for(load(name), chunk_tokens=chunk_tokens, **sizes)
-
     assert forced_logits(engine, reference(name)) <= TOLERANCE
 
 
@@ -74,7 +73,6 @@ def outputs(name: str, rule: str, attention: str) -> tuple[dict, list[object]]:
 @pytest.mark.parametrize("name", ["bloom", "falcon_alibi"])
 def test_evictions_with_alibi_equal_those_of_the_reference_backend(name, rule):
     expected = outputs(name, rule, "reference")
-
     assert outputs(name, rule, "auto") == expected
     assert outputs(name, rule, "gathered") == expected
 

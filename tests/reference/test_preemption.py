@@ -45,7 +45,6 @@ def cells() -> Iterator[object]:
 def test_nothing_moves_with_products_that_round_alike(codec, rule, monkeypatch):
     use_exact_products(monkeypatch)
     found = differences_of(CONFIG, load("llama"), codec, rule)
-
     assert {cause: one.outputs for cause, one in found.items()} == dict.fromkeys(CAUSES, 0)
     assert max(one.logprob for one in found.values()) <= ROUNDING
     assert min(found[cause].events for cause in (SWAP, RECOMPUTE, PREFIX_HIT)) > 0
@@ -54,5 +53,4 @@ def test_nothing_moves_with_products_that_round_alike(codec, rule, monkeypatch):
 @pytest.mark.parametrize("codec", PLAIN_BOUND)
 def test_other_products_move_answers_within_the_stated_bounds(codec):
     found = differences_of(CONFIG, load("llama"), codec, "full")
-
     assert max(one.logprob for one in found.values()) <= PLAIN_BOUND[codec]

@@ -190,7 +190,6 @@ def test_rates_decide_how_much_is_recomputed(prefill, read, tmp_path):
 def test_an_engine_that_only_decodes_recomputes_nothing(tmp_path):
     fill(tmp_path)
     logits, usages = answer(engine_of(prefill=READ_FAST, kv_load="whole", **on_disk(tmp_path)), B)
-
     assert usages["b"].cached_tokens == 148
     check_logits(logits, only="b")
 
@@ -679,7 +678,6 @@ def test_codecs_with_tokens_outside_of_their_pages_are_loaded_with_these(codec, 
     expected = answer(engine_of(codec=codec))[0]
     fill(tmp_path, codec=codec)
     engine = engine_of(prefill=READ_SLOWLY, codec=codec, **on_disk(tmp_path))
-
     assert largest_difference(answer(engine)[0], expected) <= 1e-4
     assert restored(engine)
 

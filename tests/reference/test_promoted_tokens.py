@@ -143,7 +143,6 @@ def test_sinks_need_no_record():
     sinks, first = 6, 30 - 28
     done = answer(codec=f"int2+sinks={sinks}+residual=28+promoted={RECORDS}:int8")
     records = [lane for found in promoted(done).values() for lanes in found for lane in lanes]
-
     assert first < sinks
     assert any(records)
     assert all(min(lane, default=sinks) >= sinks for lane in records)

@@ -199,7 +199,6 @@ def test_bits_do_not_depend_on_steps_with_batch_invariance(tokens):
     kv = {"evict_allow": f"kvzip:chunk={CHUNK}", "enable_prefix_caching": tokens > 1}
     alone = run(jobs(), kv=kv, batch_invariant=True, max_num_seqs=1)
     found = run(jobs(), kv=kv, batch_invariant=True, max_num_batched_tokens=15 + tokens)
-
     assert found.traces() == alone.traces()
     assert largest_difference(found.logits, alone.logits) == 0
 

@@ -360,6 +360,5 @@ def test_an_engine_that_loads_whole_prefixes_recomputes_them_in_an_outage(server
     engine = engine_of(kv_load="whole", **shared(server, remote_timeout_s=OUTAGE_TIMEOUT_S))
     longest = Longest(engine)
     OUTAGES[outage](server)
-
     check_logits(answer(engine)[0])
     assert longest.seconds < OUTAGE_TIMEOUT_S

@@ -160,7 +160,6 @@ def test_requests_run_after_those_that_compute_their_prefix_in_the_same_step():
     options = {"prompts": {"long": begin, "one": [*begin[:12], 7], "two": [*begin[:12], 9]}}
     options["steps"] = {"max_num_batched_tokens": 24, "chunk_tokens": 24}
     engine, logits = run(load_streamed("qwen3"), objective="throughput", **options)
-
     assert engine.stats().cached_tokens >= 24  # both found the 12 tokens they share
     assert_close(logits, resident("qwen3", **options))
 
@@ -279,7 +278,6 @@ def test_keys_are_recomputed_from_offloaded_weights(name, stay, objective):
     """Logits equal those with all weights and all KV on the device, up to the order of sums."""
     model = load_streamed(name, stay=stay)
     engine, logits = run(model, prompts=LONG, objective=objective, **OFFLOADED)
-
     assert engine.stats().recomputed_tokens > 0
     assert engine.pool.kv.offload.prefixes.pool.peak_bytes > 0
     assert engine.stats().offloaded_weight_bytes > 0

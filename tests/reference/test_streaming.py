@@ -103,7 +103,6 @@ def test_under_the_cap_it_is_plain_rope(name):
     model, short = load(name), make_prompts(6, 40, seed=1)
     full = run(engine_of(model, evict="full"), short)
     streamed = run(engine_of(model, evict="streaming:cap=100,every=10", chunk_tokens=7), short)
-
     assert largest_difference(full, streamed) <= TOLERANCE
 
 
@@ -148,7 +147,6 @@ def test_logits_equal_the_reference_implementation(name, prompts):
 
 def test_logits_differ_from_sinks_without_rerotation(llama, prompts, expected):
     kept = run(engine_of(llama, evict=SINKS), prompts)
-
     assert largest_difference(expected, kept) > 100 * TOLERANCE
 
 
@@ -178,7 +176,6 @@ def test_log_probabilities_of_a_prompt_equal_those_without_eviction(llama):
 )
 def test_pages_batches_chunks_and_scratch_change_no_logits(llama, prompts, expected, options):
     got = run(engine_of(llama, **options), prompts)
-
     assert largest_difference(expected, got) <= TOLERANCE
 
 
@@ -210,7 +207,6 @@ def test_positions_are_contiguous_after_evicting_pages_and_chunks(llama, granula
     sizes = "streaming:cap=32,every=8,sinks=4"
     expected = run(engine_of(llama, evict=sizes), prompts)
     got = run(engine_of(llama, evict=f"{sizes},granularity={granularity}"), prompts)
-
     assert largest_difference(expected, got) <= TOLERANCE
 
 
@@ -280,7 +276,6 @@ def test_positions_in_windows_of_a_stream_start_at_the_window(monkeypatch):
     engine = engine_of(short_context("gemma3", 48), evict=EVICT)
     seen = seen_positions(monkeypatch)
     got = run(engine, [list(range(2, 102))], new_tokens=92)
-
     assert len(got["r0"]) == 92
     assert got["r0"].isfinite().all()
     assert max(seen) == STREAM.cap - 1
@@ -300,7 +295,6 @@ def test_only_streams_with_a_cap_below_the_context_may_exceed_it(when, prompt_to
     got = run(
         engine, [list(range(2, 102)) * 2][:1] if prompt_tokens > 100 else [[7] * 40], new_tokens=30
     )
-
     assert len(got["r0"]) == (30 if goes_on else 8)
 
 
@@ -393,7 +387,6 @@ def test_streams_share_prefixes_with_streams_only(llama):
 
 def test_streams_are_refused_where_single_requests_cannot_have_keys_before_rope():
     engine = engine_of(load("gpt2"), evict="full", kv={"evict_allow": "all"})
-
     with pytest.raises(RequestError, match=r"adds learned positions.*use .sinks."):
         engine.submit(GenerationRequest(list(range(2, 42)), greedy(4), evict=EVICT))
 

@@ -33,7 +33,6 @@ def generated(attention, **kv):
 def test_tokens_are_those_of_the_reference(kv, caplog):
     expected = generated("reference", **kv)
     got = generated("triton", **kv)
-
     assert got == expected
     assert (got[1] > 0) == ("evict" in kv)
     assert "falls back" not in caplog.text

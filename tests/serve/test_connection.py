@@ -208,7 +208,6 @@ def test_refusals_before_the_application_have_the_format_of_the_path_and_an_id(
     with connected(loop) as client:
         client.sendall(TO_MESSAGES + sent)
         response = response_of(client)
-
     assert response.startswith(b"HTTP/1.1 " + status)
     assert b'"type":"%s"' % kind in response
     assert b"\r\nx-request-id: " in response.lower()

@@ -168,7 +168,6 @@ async def test_cancelled_stream_ends_with_abort(llm):
     await anext(outputs)
     outputs.cancel()
     *others, last = [delta.finish_reason async for delta in outputs]
-
     assert last == "abort"
     assert set(others) <= {None}
 
@@ -285,7 +284,6 @@ def test_engine_survives_a_closed_event_loop(engine):
         stream = run(llm.submit([long([3])]))  # its event loop is closed while it is open
         output = run(llm.generate([3], engines.greedy(4)))
         run(check_cancelled(llm))
-
     assert stream.request_ids
     assert len(output.token_ids) == 4
 

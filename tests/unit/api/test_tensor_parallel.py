@@ -129,7 +129,6 @@ def test_rank_killed_within_a_step_ends_the_engine(pair: LLM) -> None:
     stream = pair.stream(TEXTS[0], SamplingParams(max_tokens=2000, ignore_eos=True))
     next(stream)
     threading.Timer(0.2, os.kill, (rank, signal.SIGKILL)).start()
-
     with pytest.raises(RankFailed, match="rank 1"):
         list(stream)
 

@@ -104,7 +104,6 @@ def test_changed_figure_of_a_sentence_is_found(checkout, capsys):
 def test_quick_form_without_the_figure_is_found(checkout, capsys, commands, message):
     ratio = 0.5 if commands == "measured=0.5" else 0.3557
     script(checkout, ratio=ratio, commands=commands)
-
     assert main([], checkout) == 1
     assert message in capsys.readouterr().err
     assert main(["--stored"], checkout) == 0
@@ -124,7 +123,6 @@ def test_quick_form_without_the_figure_is_found(checkout, capsys, commands, mess
 )
 def test_missing_sentence_key_result_or_script_is_found(checkout, capsys, path, old, new, message):
     edit(checkout / path, old, new)
-
     assert main(["--stored"], checkout) == 1
     assert message in capsys.readouterr().err
 
@@ -142,7 +140,6 @@ def test_missing_sentence_key_result_or_script_is_found(checkout, capsys, path, 
 )
 def test_wrong_registry_is_refused(checkout, capsys, old, new, message):
     edit(checkout / "docs/claims.toml", old, new)
-
     assert main(["--stored"], checkout) == 2
     assert message in capsys.readouterr().err
 
@@ -182,7 +179,6 @@ def test_figure_of_the_results_log_is_found_by_its_sentence(checkout, capsys):
 )
 def test_stated_figure_agrees_if_the_value_rounds_to_it(stated, agreeing, other):
     [figure] = stated_figures(f"a {stated} b", "a {} b")
-
     assert figure.agrees(agreeing)
     assert not figure.agrees(other)
 

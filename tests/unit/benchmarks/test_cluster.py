@@ -13,7 +13,6 @@ TALK = trace(*(request(i, i * 0.5, 9, 20, shared=[(0, 32), (1 + i % 8, 32)]) for
 @given(factor=st.sampled_from([0.5, 1.0, 3.0]))
 def test_load_scales_arrivals_only(factor):
     faster = at_load(TALK, factor)
-
     assert [r.arrival_s * factor for r in faster.requests] == pytest.approx(
         [r.arrival_s for r in TALK.requests]
     )

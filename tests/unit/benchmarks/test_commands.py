@@ -174,7 +174,6 @@ def test_answers_are_compared_with_those_in_ample_memory():
 )
 def test_invalid_options_are_refused(line, message):
     result = CliRunner().invoke(app, line.split())
-
     assert result.exit_code != 0, result.output
     assert message in " ".join(f"{result.exception} {result.output}".split())
 

@@ -136,14 +136,12 @@ def test_kl_matches_hand_computation() -> None:
     """p = (1/2, 1/2), q = (1/4, 3/4): KL = 1/2 log 2 + 1/2 log 2/3; the second row is equal."""
     plain = torch.tensor([[0.5, 0.5], [0.25, 0.75]]).log()
     found = torch.tensor([[0.25, 0.75], [0.25, 0.75]]).log()
-
     assert mean_kl(plain, found) == pytest.approx((math.log(2) + math.log(2 / 3)) / 4)
 
 
 def test_step_claims_are_ratios_of_medians_of_equal_rows() -> None:
     times = [StepTimes("auto", 1, (2.0, 4.0, 9.0)), StepTimes("int8", 1, (2.0, 2.0, 2.0))]
     times += [StepTimes("auto", 8, (6.0,)), StepTimes("int8", 8, (3.0,))]
-
     assert step_claims(times) == {
         "weights_int8_step_speedup_1": 2.0,
         "weights_int8_step_speedup_8": 2.0,
@@ -229,7 +227,6 @@ def test_gains_are_relative_to_plain_kv():
     plain = CodecRate(codec="none", rows=4, attention="native", step_s=(1.0, 2.0, 1.0))
     coded = CodecRate(codec="int8", rows=8, attention="native", step_s=(1.6, 3.2, 1.6))
     claims = rate_claims([plain, coded])
-
     assert claims["int8_gain_max_batch"] == pytest.approx(1.25)
     assert claims["int8_max_batch_ratio"] == 2
     assert claims["plain_tokens_per_s"] == 4
@@ -279,7 +276,6 @@ def test_batch_sizes_of_960_samples_equal_the_papers_set():
 def test_rows_that_fit_equals_rows_admitted_by_the_engine(arm, rows: int):
     model = random_model(SHAPES["tiny"](), dtype=torch.bfloat16)
     kv = kv_config(memory=512 * 256, evict=arm.evict, enable_prefix_caching=False)
-
     assert speed.rows_that_fit(model, kv, 224, 32) == rows
     assert speed.rows_that_fit(model, kv, 224, 32, most=1) == 1
 

@@ -63,7 +63,6 @@ def test_floor_is_the_time_to_read_weights_and_kv_once():
 def test_prefill_flops_are_two_per_weight_and_token_with_attention():
     """Llama-3-8B: 6.98e9 weights of layers; 1,000 tokens: 1.396e13 + 2 x 32 x 1e6 x 4096."""
     expected = 2 * 6.98e9 * 1_000 + 2.62e11 + 2 * 4_096 * 128_256
-
     assert prefill_flops(SPECS["Llama-3-8B"], 1_000) == pytest.approx(expected, rel=1e-3)
 
 
@@ -72,7 +71,6 @@ def test_prefill_flops_are_two_per_weight_and_token_with_attention():
 def test_part_runs_on_gpu(name):
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
-
     assert set(PARTS[name](GpuBench.of(replace(QUICK_GPU, device="cuda"))).claims) >= set(
         CLAIMS[name].split()
     )

@@ -159,7 +159,6 @@ def test_presses_become_rows_and_those_that_differ_at_ratio_0_are_refused(presse
 
 def test_environment_with_other_scores_than_full_kv_is_refused(llm, full, tmp_path):
     python = stub(tmp_path, outputs_of(llm, *full, changed=True))
-
     with pytest.raises(ConfigError, match=r"task 'repeats' as full KV does \(1\), got 0 without"):
         run_presses(llm, full, tmp_path, python)
 

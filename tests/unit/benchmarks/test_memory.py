@@ -19,7 +19,6 @@ from support.sim_traces import request, trace
 def test_four_beams_that_fork_at_50_last_tokens_use_140_of_128_pages():
     """The article says 1.05; its own formula gives 140 / 128."""
     runs = {(r.course, r.page_tokens): r for r in measured.measure_beams(measured.BeamConfig())}
-
     assert runs[measured.FORK_ONCE, 16].ratio == 140 / 128
     assert runs[measured.FORK_ONCE, 1].ratio == (2048 + 3 * 50) / 2048
     assert runs[measured.REORDER, 16].ratio <= 140 / 128
@@ -207,7 +206,6 @@ def test_all_low_watermarks_run_with_and_without_a_high_watermark(small_traces):
 def test_unbounded_memory_hits_all_repeated_prefixes(small_traces):
     """Of 9 prompts 7 start with the two blocks of an earlier prompt."""
     claims = simulated.run_reuse(simulated.ReuseConfig(memories=("1GiB",)), small_traces).claims
-
     assert claims["mooncake_reusable_token_fraction"] == 7 * 1024 / (9 * 1100)
     assert claims["mooncake_hit_fraction_unbounded"] == 7 * 1024 / (9 * 1100)
     assert claims["mooncake_hit_fraction_1GiB"] <= claims["mooncake_hit_fraction_unbounded"]

@@ -242,7 +242,6 @@ def outputs(engine: Engine, workers: PeersConfig) -> list[list[int]]:
 def test_workers_of_transformers_and_quire_generate_the_same_tokens(workers):
     [static] = chosen_engines(("hf_static",), (), Eviction())
     quire = quire_engine("quire=--dtype float32")
-
     assert outputs(static, workers) == outputs(quire, workers)
 
 

@@ -49,7 +49,6 @@ def test_list_scheduling_matches_hand_computation():
         TraceQuery(prompt_tokens=m, new_tokens=n) for m, n in ((3, 2), (1, 3), (2, 1), (2, 2))
     )
     costs = Costs(decode=(10.0, 0.0, 1.0), read=(1.0, 0.0, 0.0))
-
     assert ideal_s(load, 2, costs) == pytest.approx(2 + 16 + 2 + 16)
     assert ideal_s(load, 1, Costs((1.0, 0.0, 0.0), (0.0, 1.0, 0.0))) == pytest.approx(4 + 8)
 

@@ -89,7 +89,6 @@ def test_seed_of_a_line_follows_its_content_and_equal_lines_differ(path: Path):
 )
 def test_output_of_another_run_is_refused_and_unchanged(path: Path, state, reason):
     whole = fill(path, 1)
-
     with pytest.raises(ConfigError, match=reason):
         start(path, state)
     assert path.read_bytes() == whole
@@ -149,7 +148,6 @@ def test_change_of_the_input_survives_a_fault_at_any_write(path: Path, monkeypat
 def test_damaged_state_file_is_refused(path: Path, state: str):
     fill(path, 1)
     Path(f"{path}.state").write_text(state)
-
     with pytest.raises(ConfigError, match="--overwrite"):
         start(path)
 
@@ -160,7 +158,6 @@ def test_damaged_state_file_is_refused(path: Path, state: str):
 def test_invalid_record_is_refused_with_its_line_number(path: Path, line: str):
     whole = fill(path, 1) + line.encode() + b"\n"
     path.write_bytes(whole)
-
     with pytest.raises(ConfigError, match="line 2 is not a record"):
         start(path)
     assert path.read_bytes() == whole

@@ -80,7 +80,6 @@ def test_without_the_c_extension_the_replacement_and_reason_are_listed(monkeypat
 @needs_products
 def test_plain_c_has_no_linear_layers_and_no_sampling(monkeypatch):
     uses = uses_with(monkeypatch, on_path(PLAIN))
-
     assert "neither AVX2 nor AVX-512" in uses["linear layers", "float32"].reason
     assert uses["sampling", ""].kernel == "torch"
     assert "neither AVX2 nor AVX-512" in uses["sampling", ""].reason
@@ -90,7 +89,6 @@ def test_plain_c_has_no_linear_layers_and_no_sampling(monkeypatch):
 @pytest.mark.parametrize("path", [AVX2, AVX512, AVX512_BF16])
 def test_sampling_runs_where_the_engine_samples(monkeypatch, path: int):
     monkeypatch.setattr(sampling, "load_library", lambda: on_path(path))
-
     assert sampling.row_sampling() is not None
     assert uses_with(monkeypatch, on_path(path))["sampling", ""].kernel == "C extension"
 
@@ -107,14 +105,12 @@ def test_huge_pages(tmp_path: Path, text: str | None, expected: str):
     path = tmp_path / "enabled"
     if text is not None:
         path.write_text(text)
-
     assert huge_pages(path).startswith(expected)
 
 
 @needs_products
 def test_every_kv_codec_is_listed_and_those_without_code_have_one_reason():
     uses = [use for use in kernel_uses() if use.operation == "attention, decode"]
-
     assert set(CODECS) | {"float32", "bfloat16", "float16"} <= {use.storage for use in uses}
     assert len({(use.kernel, use.reason) for use in uses}) == 2
     assert {use.kernel for use in uses} == {"C extension (native)", "PyTorch (gathered)"}
@@ -122,14 +118,12 @@ def test_every_kv_codec_is_listed_and_those_without_code_have_one_reason():
 
 def test_check_names_the_argument_of_this_version():
     name = cache_argument(inspect.signature(LlamaForCausalLM.forward).parameters)
-
     assert f"model.generate(..., {name}=QuireCache(model))" in generate_with_cache()
 
 
 def test_wrong_output_fails_the_check(monkeypatch):
     forward = CacheRows.forward
     monkeypatch.setattr(CacheRows, "forward", lambda *given: -forward(*given))
-
     with pytest.raises(InvariantError, match="differs from"):
         generate_with_cache()
 

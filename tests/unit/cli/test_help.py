@@ -239,7 +239,6 @@ def test_shell_completion_yields_values_without_importing_torch(words, expected)
 )
 def test_flag_of_another_engine_is_refused_with_the_alternative(command: str, hint: str) -> None:
     result = CliRunner().invoke(app, command.split())
-
     assert result.exit_code == 2
     assert hint in result.stderr
     assert "did you mean" not in result.stderr

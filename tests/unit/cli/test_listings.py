@@ -84,7 +84,6 @@ def test_list_has_one_row_for_each_entry_and_cuts_no_name(command, columns, monk
 )
 def test_entry_by_name_is_shown_with_options_source_and_example(line, expected):
     shown = " ".join(output_of(*line.split()).split())
-
     assert all(text in shown for text in expected), shown
     assert "tova" not in shown
 
@@ -110,7 +109,6 @@ def test_json_of_one_entry_has_only_this_entry():
 )
 def test_unknown_names_are_refused_with_the_nearest(arguments, hint):
     result = CliRunner().invoke(app, list(arguments))
-
     assert result.exit_code == 2
     assert hint in result.stderr
 
@@ -204,6 +202,5 @@ def test_pull_refuses_names_that_are_no_models_of_the_hub(name, message, tmp_pat
     (tmp_path / "model.safetensors").write_text("weights")
     monkeypatch.setattr("quire.models.source.snapshot_download", lambda *_, **__: str(tmp_path))
     result = CliRunner().invoke(app, ["pull", name])
-
     assert result.exit_code == 2
     assert message in result.output

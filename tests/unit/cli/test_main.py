@@ -103,7 +103,6 @@ def test_full_standard_output_is_one_error_line():
     with Path("/dev/full").open("w") as full:
         line = [sys.executable, "-c", code, "codecs"]
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True)
-
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith("error: standard output, a file or a socket cannot be used: No")
 
@@ -181,7 +180,6 @@ def test_the_entry_point_is_installed_and_shows_the_version():
 )
 def test_invalid_command_line_prints_one_error_line(line, message):
     result = quire(*line.split())
-
     assert result.exit_code == 2
     assert result.output.startswith("error: ")
     assert result.output.count("\n") == 1
@@ -192,7 +190,6 @@ def test_invalid_command_line_prints_one_error_line(line, message):
 @pytest.mark.parametrize("option", ["--swap-space", "--kv-memory", "--weights-memory"])
 def test_small_size_without_a_unit_is_refused_with_a_hint(option, size):
     result = quire("generate", "quire-tiny", "x", option, size)
-
     assert result.exit_code == 2
     assert result.output.startswith(f"error: {option}: expected a size with its unit, got '{size}'")
     assert f"write {size}GiB" in result.output
@@ -205,7 +202,6 @@ def test_small_size_without_a_unit_is_refused_with_a_hint(option, size):
 )
 def test_invalid_size_is_refused_with_its_option_name(name, size):
     result = quire("plan", f"--{name}", size)
-
     assert result.exit_code == 2
     assert result.output.startswith(f"error: --{name}: ")
     assert f"'{size}'" in result.output

@@ -91,7 +91,6 @@ def test_nested_configs_are_built_from_option_paths():
 
 def test_sampling_option_help_is_the_docstring():
     documented = documented_attributes(SamplingParams.__doc__)
-
     assert documented["min_p"].startswith("exclude tokens below this fraction")
     assert documented["min_p"].endswith("None: the model's, else 0.")
     assert list(documented) == [field.name for field in fields(SamplingParams)]

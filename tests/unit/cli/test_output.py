@@ -51,7 +51,6 @@ def test_texts_go_to_standard_error_until_the_object_is_printed(capsys):
 @pytest.mark.parametrize("line", ["plan quire-tiny --memory 1GiB", BENCH])
 def test_standard_output_of_commands_is_one_json_object(line):
     result = CliRunner().invoke(app, [*line.split(), "--json"], catch_exceptions=False)
-
     assert result.exit_code == 0
     assert isinstance(json.loads(result.stdout), dict)
 

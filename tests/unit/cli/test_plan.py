@@ -289,7 +289,6 @@ def test_smaller_codecs_hold_more_sequences(folder: Path):
 def test_kv_bytes_per_token(folder: Path, codec: str, page_tokens: int, expected: float):
     options = PlanOptions(kv_memory_bytes=1 << 20, kv_codec=codec, page_tokens=page_tokens)
     report = plan_report(folder, options)
-
     assert report.kv_bytes_per_token == math.ceil(expected)
     assert report.step.kv_read_bytes == pytest.approx(report.batch * 512 * expected, rel=1e-5)
 
@@ -526,7 +525,6 @@ def test_memory_bar_is_proportional(folder: Path):
 )
 def test_invalid_options_print_one_line_with_the_expected_value(folder, arguments, message):
     result = quire_plan(str(folder), *arguments)
-
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
@@ -725,7 +723,6 @@ def test_missing_rates_are_named_with_the_option_that_measures_them(large: Path,
 )
 def test_a_batch_that_needs_no_eviction_is_reported(large: Path, option, value, reason):
     run = last_line(quire_plan(*arguments_of(large, option, value)))
-
     assert run["claims"]["prefill_and_decode_pays"] == 0
     assert reason in run["arms"]["verdict"]["reasons"][0]
 
@@ -746,7 +743,6 @@ def test_a_batch_that_needs_no_eviction_is_reported(large: Path, option, value, 
 )
 def test_invalid_batch_is_refused(large: Path, more, message):
     result = quire_plan(*arguments_of(large, *more))
-
     assert result.exit_code == 2
     assert message in result.output
 

@@ -78,7 +78,6 @@ def test_quick_profile_does_not_replace_the_stored_profile(cache: Path):
 )
 def test_empty_or_unused_option_values_are_refused(arguments, message):
     result = quire(*arguments)
-
     assert result.exit_code == 2
     assert message in result.stderr
 
@@ -113,6 +112,5 @@ def test_latency_reports_percentiles_of_batches():
 
 def test_length_beyond_the_context_is_refused():
     result = quire("bench", "throughput", *SMALL, "--input-len", "99999")
-
     assert result.exit_code == 2
     assert "--input-len + --output-len" in result.stderr

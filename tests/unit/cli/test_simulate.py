@@ -120,7 +120,6 @@ def test_results_and_plots_are_written_to_the_output_folder(trace: Path, tmp_pat
 )
 def test_invalid_options_print_one_line_and_exit_with_2(trace: Path, arguments, message):
     result = simulate("--trace", trace, *arguments)
-
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
@@ -166,7 +165,6 @@ def test_requests_beyond_the_context_are_reported_and_reserve_no_memory(trace, t
 def test_fairness_is_reported_for_several_tenants(trace: Path):
     options = ("--max-num-seqs", 2, "--trace-tenants", "round_robin:a,b")
     shown = simulate("quire-tiny", "--trace", trace, *options).stdout
-
     assert "Jain fairness index 1.0" in shown or "Jain fairness index 0.9" in shown
 
 

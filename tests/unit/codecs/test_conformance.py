@@ -74,7 +74,6 @@ def test_outlier_codecs_reduce_the_error_of_a_large_channel(better):
     for name in ("int4", better):
         codec = codec_of(name, 64)
         errors[name] = (codec.decode(codec.encode(vectors)) - vectors).norm()
-
     assert errors[better] < 0.7 * errors["int4"]
 
 
@@ -400,7 +399,6 @@ def test_rotation_block_is_the_largest_power_of_two_divisor():
     """head_dim 80 is 5 blocks of 16; the first row of Sylvester's matrix is all ones."""
     single = torch.zeros(80)
     single[16] = 4.0
-
     assert torch.equal(rotate(single), torch.tensor([0.0] * 16 + [1.0] * 16 + [0.0] * 48))
 
 
@@ -465,7 +463,6 @@ def int4_of(numbers):
 def test_int4_codes_round_half_to_even():
     """min 0, max 30: scale 2; 1 / 2 and 5 / 2 are ties and round to the even code."""
     codec, (packed, scales, zeros) = int4_of([0.0, 1.0, 5.0, 30.0])
-
     assert (scales.item(), zeros.item()) == (2.0, 0.0)
     assert unpack(packed, 4).tolist() == [[0, 0, 2, 15]]
     assert codec.decode((packed, scales, zeros)).tolist() == [[0.0, 0.0, 4.0, 30.0]]
@@ -473,7 +470,6 @@ def test_int4_codes_round_half_to_even():
 
 def test_constant_group_has_scale_0_and_codes_0():
     codec, (packed, scales, zeros) = int4_of([0.5] * 4)
-
     assert (scales.item(), zeros.item(), packed.any().item()) == (0.0, 0.5, False)
     assert codec.decode((packed, scales, zeros)).tolist() == [[0.5] * 4]
 
@@ -481,7 +477,6 @@ def test_constant_group_has_scale_0_and_codes_0():
 def test_inexact_zero_is_rounded_down_and_its_scale_up():
     """1000.1 is between 1000 and 1000.5; to the nearest the zero could exceed an element."""
     _, (_, scales, zeros) = int4_of([1000.4, 1000.45])
-
     assert zeros.item() == 1000.0
     assert 0.45 / 15 <= scales.item() <= 0.45 / 15 * (1 + 2**-10)
 
@@ -489,7 +484,6 @@ def test_inexact_zero_is_rounded_down_and_its_scale_up():
 def test_outlier_ties_select_lower_channels():
     codec = make_codec(codec_spec("int4_outliers:percent=50"), 8)
     numbers = torch.tensor([[1.0, -2.0, 2.0, 2.0, -2.0, 2.0, 0.0, -2.0]])
-
     assert largest(numbers, codec).tolist() == [[1, 2, 3, 4]]
 
 

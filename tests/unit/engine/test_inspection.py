@@ -125,7 +125,6 @@ def test_runs_decode_to_the_cells(owner):
 
 def test_map_with_fewer_cells_shows_every_nth_page_and_exact_totals():
     body = owners_of([0, 2, 2, 3, 3, 3, 0, 1]).encode(3)
-
     assert body["pages_per_cell"] == 3
     assert decoded(body)[0] == [0, 3, 0]
     assert [one["pages"] for one in body["owners"]] == [2, 1, 2, 3]

@@ -105,7 +105,6 @@ def test_bounded_kl_is_at_max_the_whole_kl(full, seed, count):
 )
 def test_equal_values_between_limits_have_an_exact_interval(values, limits, low, high):
     found = mean_of(values, limits=limits)
-
     assert (found.mean, found.count) == (values[0], len(values))
     assert (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
 
@@ -161,6 +160,5 @@ def test_chats_of_a_file_have_the_content_format_of_the_option(tmp_path, model, 
 def test_a_line_that_is_no_prompt_is_refused_by_number(tmp_path, model, line, expected):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": [2]}\n' + line + "\n")
-
     with pytest.raises(TraceError, match=f"line 2.*{expected}"):
         read_prompts(path, model)

@@ -50,7 +50,6 @@ def alone(one):
 @given(st.integers(1, 500))
 def test_rounds_grow_to_all_prompts(count):
     sizes = round_sizes(count)
-
     assert sizes[-1] == count
     assert sizes == sorted(sizes)
     assert sizes[0] >= min(count, 6)
@@ -151,7 +150,6 @@ def test_pareto_front_is_not_beaten(found):
 
 def test_prompts_are_divided_without_overlap():
     searched, held = divided(11, TuneConfig(held_out=0.4))
-
     assert sorted([*searched, *held]) == list(range(11))
     assert len(held) == 4
     with pytest.raises(ConfigError, match="at least 4 prompts"):
@@ -339,5 +337,4 @@ def test_wrong_prompts_and_options_are_refused(data, content, options, expected)
 
 def test_help_names_the_required_options():
     result = CliRunner().invoke(app, ["tune", "--help"])
-
     assert "--data and --kv-memory are required." in " ".join(result.stdout.split())

@@ -199,7 +199,6 @@ def test_codecs_retain_the_same_tokens_together_and_alone(codec, monkeypatch):
     alone = evicted(evict, monkeypatch, ALONE, codec=codec)
     together = evicted(evict, monkeypatch, TOGETHER, codec=codec)
     device = evicted(evict, monkeypatch, ON_DEVICE, codec=codec)
-
     assert together[:2] == alone[:2]
     assert device[:2] == alone[:2]
 

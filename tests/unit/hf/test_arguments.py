@@ -141,7 +141,6 @@ def test_padding_after_a_token_is_refused(mask, past_columns, lengths) -> None:
 
 def test_positions_of_padding_are_ignored_and_those_of_one_row_apply_to_all_rows() -> None:
     counts = count_new_tokens(torch.tensor([[0, 0, 1], [1, 1, 1]]), 3, 0, [0, 0])
-
     check_positions(torch.tensor([[1, 1, 0], [0, 1, 2]]), counts, [0, 0])
     check_positions(torch.tensor([[3, 4]]), count_new_tokens(None, 2, 3, [3, 3]), [3, 3])
     for positions in ([[0, 1, 2], [1, 2, 3]], [[0, 1, 2], [0, 2, 1]]):  # do not continue row 1

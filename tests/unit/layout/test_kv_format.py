@@ -47,13 +47,11 @@ def test_codec_stores_at_min_this_multiple_of_half_precision_tokens(codec, least
     """A page of 8 heads of 128 and 16 tokens, padding included."""
     specs, shape = map(codec_spec, ("bfloat16", codec)), {"head_dim": 128, "heads": 8, "tokens": 16}
     plain, coded = (kv_pages(key=spec, value=spec, **shape).page_bytes for spec in specs)
-
     assert plain / coded >= least
 
 
 def test_outlier_indices_of_a_long_vector_are_two_bytes():
     planes = {plane.name: plane for plane in codec_spec("int4_outliers").planes(320)}
-
     assert planes["outlier_indices"].dtype == "int16"
     assert planes["outlier_indices"].width == planes["outlier_values"].width == 4
 
@@ -79,7 +77,6 @@ def test_group_that_does_not_divide_head_dim_is_rejected_with_alternatives():
 
 def test_codec_options_are_part_of_the_name():
     found = codec_spec("int4_outliers:group=32, percent=2")
-
     assert found.name == "int4_outliers:group=32,percent=2"
     assert (found.rule, found.group, found.percent) == ("int4_outliers", 32, 2.0)
     assert codec_spec("int4_outliers:group=32,percent=2.0") == found != codec_spec("int4_outliers")
@@ -125,7 +122,6 @@ def layout_of(codec, **options):
 
 def test_format_has_codecs_and_full_precision_options():
     form = read_format("int8/int4:group=16 + sinks=4 + residual=64 + plain=bfloat16")
-
     assert (form.key.name, form.value.name) == ("int8", "int4:group=16")
     assert (form.sinks, form.residual, form.plain_layers) == (4, 64, 0)
     assert form.required_plain.name == "bfloat16"
@@ -156,7 +152,6 @@ def test_fill_plain_makes_the_plain_type_explicit(text, expected):
 )
 def test_one_codec_applies_to_latents_only(text, expected):
     written = fill_plain(text, "float16", latent=True)
-
     assert written == expected
     assert fill_plain(written, "float16", latent=True) == expected
 
@@ -308,7 +303,6 @@ def test_plain_layers_have_separate_groups():
 )
 def test_every_excluded_combination_is_rejected(text, requested, reason):
     storing = Storing(form=read_format(text), **requested)
-
     with pytest.raises(ConfigError, match=f"{reason}.*; use "):
         refuse_excluded(text, storing)
 

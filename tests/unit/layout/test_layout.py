@@ -105,7 +105,6 @@ def test_statistics_of_equal_shape_share_a_page_class():
 def test_sequence_of_one_token_has_all_fixed_records():
     layout = layout_of(None, None, evicting=True, statistics=(QueryRing(window=8),))
     ring = layout.groups[1]
-
     assert layout.smallest_sequence_bytes == 2 * (4160 + 8256)
     assert [ring.bytes_at_most(tokens, 1) for tokens in (0, 1, 1000)] == [0, 2 * 8256, 2 * 8256]
 
@@ -151,7 +150,6 @@ OTHERS = [("nothing", (0, 1), 4), ("window", (2, 3), 4), ("sums", (0, 1), 4), ("
 def test_follower_with_other_lanes_or_pages_is_rejected(of, layers, tokens):
     page = small_page(tokens=tokens, value=False)
     follower = LaneGroup(name="x", page_class=page, layers=layers, of=of)
-
     assert CacheLayout((KV, WINDOW, SUMS)).followers_of("kv") == (SUMS,)
     with pytest.raises(ConfigError, match=f"'x' follows '{of}'"):
         CacheLayout((KV, WINDOW, SUMS, follower))
@@ -303,7 +301,6 @@ def test_positions_add_four_bytes_per_slot_rounded_up_to_a_vector():
 def test_pages_with_pre_rope_keys_are_a_separate_class():
     """Pools are per class: equal bytes, but the pages are not interchangeable."""
     after, before = page_of(), page_of(rotated=False)
-
     assert before.page_bytes == after.page_bytes
     assert before != after
     assert len({after: 1, before: 2, page_of(): 3}) == 2
@@ -356,7 +353,6 @@ def test_planes_are_consecutive_with_codes_first(key, value, heads, tokens, head
 
 def test_pages_for_rounds_up_to_whole_pages():
     page = page_of(tokens=16)
-
     assert [page.pages_for(slots) for slots in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]
 
 
@@ -384,7 +380,6 @@ def test_window_needs_ordered_lanes_and_at_min_one_token(window, ordered):
 
 def test_groups_of_a_layout_must_have_unique_names():
     group = LaneGroup(name="kv", page_class=page_of(), layers=(0,))
-
     with pytest.raises(ConfigError, match="unique names"):
         CacheLayout((group, group))
     with pytest.raises(ConfigError, match="unique names"):

@@ -121,13 +121,11 @@ def test_opt_with_narrow_embeddings_counts_the_projections():
     config = {"model_type": "opt", "hidden_size": 1024, "word_embed_proj_dim": 512, "ffn_dim": 4096}
     config |= {"num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 50_272}
     model = ModelSpec.from_config(config | {"max_position_embeddings": 2048})
-
     assert model.num_parameters == pytest.approx(331_196_416, rel=0.01)
 
 
 def test_nested_gemma3_config_uses_the_defaults_of_its_family():
     model = ModelSpec.from_config(GEMMA3_4B)
-
     assert model.architecture == "gemma3_text"
     assert (model.num_heads, model.num_kv_heads, model.head_dim) == (8, 4, 256)
     assert windows(GEMMA3_4B)[:7] == [1024] * 5 + [None, 1024]
@@ -147,7 +145,6 @@ def test_default_windows_equal_those_of_transformers(kind):
     sliding, all_layers = "sliding_attention", reference.num_hidden_layers
     kinds = getattr(reference, "layer_types", None) or [sliding] * all_layers
     window = reference.sliding_window
-
     assert windows(config) == [window if kind == sliding else None for kind in kinds]
 
 
@@ -240,7 +237,6 @@ def test_missing_keys_of_an_index_have_the_defaults_of_transformers(kind):
     spec = ModelSpec.from_config({**small, "model_type": kind})
     index = next(heads.index for heads in spec.heads if heads.index)
     config = AutoConfig.for_model(kind)
-
     assert [index.topk, index.heads, index.dim] == [getattr(config, name) for name in names]
 
 
@@ -446,7 +442,6 @@ def test_states_and_parameters_of_hybrids_equal_those_of_transformers(kind):
 )
 def test_states_that_the_model_cannot_have_are_refused(kind, keys, message):
     written = written_of(config_of(kind)) | {"model_type": kind}
-
     with pytest.raises(ConfigError, match=message):
         ModelSpec.from_config(written | keys)
 
@@ -480,14 +475,12 @@ def test_layers_of_published_hybrids_have_other_keys(kind, keys, attending):
     written = without(written, "layer_types", "layers_block_type", "mlp_layer_types", **keys)
     written |= {"model_type": kind, "num_hidden_layers": 4}
     spec = ModelSpec.from_config(written)
-
     assert [n for n, layer in enumerate(spec.layers) if layer.attends] == attending
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "gpt2", "opt", "gemma", "falcon"])
 def test_default_tied_embeddings_equal_those_of_transformers(kind):
     config, key = AutoConfig.for_model(kind).to_dict(), "tie_word_embeddings"
-
     assert ModelSpec.from_config(without(config, key)).tied_embeddings == config[key]
 
 
@@ -519,7 +512,6 @@ def test_parameter_count_of_the_packaged_model_is_exact():
         (length,) = struct.unpack("<Q", file.read(8))
         tensors = json.loads(file.read(length))
     stored = sum(math.prod(t["shape"]) for name, t in tensors.items() if name != "__metadata__")
-
     assert ModelSpec.from_config(read_config(folder)).num_parameters == stored
 
 
@@ -592,7 +584,6 @@ def test_chunks_windows_and_shared_layers_hold_a_part_of_the_tokens():
 def test_a_step_reads_all_index_keys_and_the_selected_latents():
     """Two layers of 40 elements; 16 tokens are selected, by index keys of 16 of the first one."""
     model = CACHE_KINDS["indexed"]
-
     assert model.kv_bytes(100, 2) == 2 * 100 * (40 + 16 + 40)
     assert model.kv_bytes(100, 2, read_in_step=True) == 2 * (16 * 40 + 100 * 16 + 16 * 40)
     assert model.kv_bytes(9, 2, read_in_step=True) == 2 * 9 * (40 + 16 + 40)

@@ -56,7 +56,6 @@ def test_fields_without_choices_are_checked_by_type():
 
 def test_parsed_field_stores_its_value_and_accepts_it_again():
     paint = Paint(can="2KiB")
-
     assert (Paint().can, paint.can) == (None, 2048)
     assert replace(paint, coats=1).can == 2048
     assert replace(Paint(), coats=1).can is None
@@ -122,7 +121,6 @@ SOURCE = Path(layout.__file__).parents[1]
 
 def test_texts_are_filled_in():
     error = refused(limits.UNUSED_SWAP_SPACE, num_bytes=4096)
-
     assert str(error) == (
         "--swap-space 4,096 B would not be used, because --preempt recompute swaps no requests: "
         "use --preempt auto, swap or hybrid, or leave out --swap-space"

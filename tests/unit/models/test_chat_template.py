@@ -123,7 +123,6 @@ def squashed(text: str) -> str:
 def test_template_gets_the_form_of_content_that_it_reads(render, template, split):
     pairs = [("system", "Be brief, please."), ("user", "hi"), ("assistant", "Yes."), ("user", "w?")]
     text = render(template, messages_of(pairs, split))
-
     assert "type" not in text
     for role, expected in pairs:
         assert squashed(expected) in squashed(text)

@@ -157,7 +157,6 @@ def test_decoded_weights_can_be_quantized_and_run_without_a_tokenizer(tmp_path: 
     write_file(tmp_path / "tiny.gguf", build(), "Q8_0", tokenizer="no_vocab")
     plain = load_model(tmp_path / "tiny.gguf", device="cpu")
     coded = load_model(tmp_path / "tiny.gguf", device="cpu", weight_codec="int4")
-
     assert plain.tokenizer is None
     assert plain.decoder.dtype == torch.bfloat16
     assert coded.weight_bytes < plain.weight_bytes

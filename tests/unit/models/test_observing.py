@@ -360,7 +360,6 @@ def test_weights_in_codes_are_read(codec):
 def test_a_gate_or_a_norm_before_the_projection_and_offloaded_weights_are_refused(name):
     decoder = TransformersDecoder(zoo.build(name))
     refused = decoder.output_projections()
-
     assert "changes the output of attention before projecting it" in refused
     assert type(decoder.model).__name__ in refused
     with pytest.raises(UnsoundCombination, match=r"are offloaded \(--weights-memory\); use value_"):

@@ -286,7 +286,6 @@ def test_interleaved_rope_is_refused_by_name():
     """Cohere rotates elements 2 i and 2 i + 1 as a pair."""
     torch.manual_seed(0)
     decoder = TransformersDecoder(CohereForCausalLM(CohereConfig(**zoo._SHAPE)).eval())
-
     assert "CohereForCausalLM rotates" in decoder.prepare(QueryMoments())
     assert "layer 0 of CohereForCausalLM rotates" in decoder.prepare_pre_rope()
     assert decoder.rotations() is None

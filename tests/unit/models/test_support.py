@@ -70,7 +70,6 @@ def test_unknown_family_is_refused_by_config_properties(property_name, value, wo
     setattr(config, property_name, None)
     refuse_config(config)  # an empty property is not refused
     setattr(config, property_name, value)
-
     with pytest.raises(UnsupportedModel, match=word):
         refuse_config(config)
 

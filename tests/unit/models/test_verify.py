@@ -111,7 +111,6 @@ def test_chunk_that_differs_from_the_config_is_detected() -> None:
     layers = ModelSpec.from_config(model.config.to_dict()).layers
     changed = tuple(replace(layer, chunk=layer.chunk and 32) for layer in layers)
     decoder = DecoderWithSpec(model, layers=changed)
-
     with pytest.raises(UnsupportedModel, match=r"on 11 of 43 positions .* first at position 32"):
         compare_with_transformers(decoder)
 

@@ -307,7 +307,6 @@ def test_decoded_weights_have_the_requested_dtype_and_can_be_quantized_again(tmp
     write_checkpoint(tmp_path, "llama", FORMATS[0])
     plain = load_model(tmp_path, device="cpu", dtype="bfloat16")
     coded = load_model(tmp_path, device="cpu", dtype="bfloat16", weight_codec="int8")
-
     assert load_model(tmp_path, device="cpu").decoder.dtype == torch.float32
     assert plain.decoder.dtype == torch.bfloat16
     assert coded.weight_bytes < plain.weight_bytes

@@ -100,7 +100,6 @@ def test_peak_while_loading_is_one_model_and_one_layer(loads, case):
     stored, float32 = found.stored_bytes, case[2] == "float32"
     model = stored * (2 if float32 else 1)
     files = stored if float32 else 0  # mapped pages that Transformers converts
-
     assert found.added_bytes < found.weight_bytes + SLACK
     assert found.peak_bytes < model + files + (LARGEST_LAYER + SLACK) * (model // stored)
 

@@ -137,7 +137,6 @@ def test_pass_after_an_interrupted_pass_is_correct(rows):
     with pytest.raises(ZeroDivisionError):
         model(rows)
     handle.remove()
-
     assert torch.equal(model(rows), plain(rows))
 
 

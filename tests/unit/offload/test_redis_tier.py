@@ -84,7 +84,6 @@ def test_tls_needs_a_known_certificate(new_server, tmp_path):
     files = certificates(tmp_path)
     server = new_server(tls=files)
     url = server.url.replace("redis:", "rediss:")
-
     check_works(tier_of(f"{url}?ssl_ca_certs={files[2]}"))
     with pytest.raises(TierUnreachable, match="certificate"):
         tier_of(url).write("b", b"1")

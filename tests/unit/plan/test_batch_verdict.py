@@ -115,7 +115,6 @@ def test_run_time_follows_the_formula():
 def test_batch_time_is_interpolated_linearly(rows, seconds):
     """2, 4, 8 and 12 rows: 6 take 86 - 16 * 2 / 4, and 16 take 90 + 4 * 20 / 4."""
     rates = DecodeRates(batch_s=((2, 66), (4, 86), (8, 70), (12, 90)))
-
     assert rates.products_s(rows) == pytest.approx(seconds)
     assert DecodeRates(batch_s=((2, 86.0), (4, 70.0))).products_s(40) == 70  # never decreases
     assert DecodeRates(batch_s=((4, 2.0),)).products_s(rows) == 2.0  # one batch for all
@@ -202,7 +201,6 @@ def test_block_eviction_pays_if_it_is_faster(rows, speeds, pays):
 )
 def test_verdict_says_that_not_one_request_fits(rows, reason):
     verdict = verdict_of(rows, speeds=(None, None, None, 9.0))
-
     assert reason in " ".join(verdict.reasons)
     assert "0 rows" not in verdict.reasons[-1]
 
@@ -218,7 +216,6 @@ def test_verdict_says_that_not_one_request_fits(rows, reason):
 )
 def test_fixed_batch_pays_only_if_whole_prompts_do_not_fit(batch, pays, reason):
     verdict = verdict_of((2, 3, 3, 8), batch=batch)
-
     assert verdict.pays is pays
     assert reason in verdict.reasons[0]
 
@@ -229,7 +226,6 @@ def test_fixed_batch_pays_only_if_whole_prompts_do_not_fit(batch, pays, reason):
 def test_prompt_within_the_cap_does_not_pay(prompt, new, reason):
     """385 + 512 - 1 = 896 tokens: exactly the cap."""
     verdict = verdict_of((9, 9, 9, 12), prompt=prompt, new=new, speeds=(1.0, 1.0, 1.0, 9.0))
-
     assert verdict.pays is False
     assert reason in verdict.reasons[0]
 

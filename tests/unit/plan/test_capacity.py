@@ -60,7 +60,6 @@ def test_pages_hold_at_min_the_kv_bytes_of_the_model(tokens, page_tokens, window
     model = model_of(*windows)
     layout = layout_for(model, page_tokens=page_tokens, codec="float16")
     needed = model.kv_bytes(tokens, 2)
-
     assert needed <= sequence_bytes(layout, tokens)
     assert sequence_bytes(layout, tokens) <= needed + len(windows) * 2 * page_tokens * 128
 
@@ -133,7 +132,6 @@ def fits(kv_bytes: int, tokens: int, batch: int = 1, model: ModelSpec | None = N
 def test_sequences_are_counted_in_whole_pages():
     """A sequence of 100 tokens takes 7 pages in each of 2 layers; 30 pages hold two of them."""
     result = fits(30 * PAGE_BYTES + 5, 100, batch=2)
-
     assert (result.pool_pages, result.pages_per_sequence, result.sequences) == (30, 14, 2)
     assert result.limit == "none"
     assert fits(30 * PAGE_BYTES, 100, batch=3).limit == "memory"
@@ -231,7 +229,6 @@ def test_activation_peak_counts_only_the_experts_per_token():
     """Two experts of 40 and a shared expert of 8 are wider than the dense 32: 3 * 88 per token."""
     sizes = {"num_layers": 2, "num_experts": 64, "experts_per_token": 2, "expert_size": 40}
     model = replace(MODEL, mixture=MixtureSpec(shared_size=8, **sizes))
-
     assert peak(model, 1, bytes_per_value=1) == 32 + 3 * 88
 
 
@@ -240,7 +237,6 @@ def test_activation_peak_counts_the_widest_heads_and_the_embeddings_of_all_layer
     wide = HeadShape(query_heads=4, kv_heads=1, key_dim=60, value_dim=40)
     extra = ExtraSpec(layer_width=5, streams=3)
     model = replace(MODEL, layers=(LayerSpec(), LayerSpec(heads=wide)), extra=extra)
-
     assert peak(model, 7) == 2 * 7 * (4 * 16 + 2 * 5 + 500)
     # in float32 between two layers: 3 streams, the embeddings, cosines and sines of 4 and of 60
     assert hidden_state_bytes(model, 7) == 4 * 7 * (3 * 16 + 2 * 5 + 2 * (4 + 60))
@@ -253,7 +249,6 @@ def test_activation_peak_of_latents_counts_the_larger_form():
     """
     folded = 40 + 4 * (20 + 16) + 4 * (40 + 32)
     model = replace(CACHE_KINDS["latent"], intermediate_size=1)
-
     assert peak(model, 7) == 2 * 7 * (2 * 32 + folded)
 
 
@@ -299,7 +294,6 @@ def share(input_tokens: int, output_tokens: int, batch: int) -> float:
 def test_kv_bytes_are_those_of_whole_pages():
     one_bytes = sequence_bytes(LAYOUT, 1000)
     verdict = assess_workload(100 * one_bytes, 500, 500, 20)
-
     assert verdict.kv_bytes == 20 * one_bytes == 20 * 1008 * 131_072
     assert verdict.kv_share == 0.2
     assert verdict.sequences == 100
@@ -317,7 +311,6 @@ def test_kv_bytes_are_those_of_whole_pages():
 def test_impact_increases_with_the_memory_share_and_with_scarcity(fitting, batch, impact):
     """Levels at 0.32 * (1/6, 1/2, 3/2) and 1; below 150 / 2 fitting sequences memory is scarce."""
     verdict = assess_workload(fitting * sequence_bytes(LAYOUT, 1000), 500, 500, batch)
-
     assert verdict.impact == impact
     assert verdict.pays == (impact not in ("low", "low-medium"))
 
@@ -325,7 +318,6 @@ def test_impact_increases_with_the_memory_share_and_with_scarcity(fitting, batch
 def test_request_that_never_fits_is_critical_and_one_beyond_the_context_is_refused():
     verdict = assess_workload(sequence_bytes(LAYOUT, 4000), 5000, 1, 1)
     refused = assess_workload(10**12, 8192, 1, 1)
-
     assert (verdict.sequences, verdict.impact) == (0, "critical")
     assert any("exceed the model's context of 8,192" in reason for reason in refused.reasons)
 
@@ -335,7 +327,6 @@ def test_decode_share_follows_its_formula():
     parameters = LLAMA_8B.num_parameters
     prefill = 100 * 2 * parameters / 150
     decode = 10 * (2 * (parameters - LLAMA_8B.lookup_parameters) + 105 * 131_072)
-
     assert share(100, 10, 1) == pytest.approx(decode / (prefill + decode))
     # it increases with the output and decreases with the input
     assert share(2000, 5, 16) < 0.1 < share(2000, 500, 16) < share(200, 500, 16) < 1

@@ -156,7 +156,6 @@ def test_failed_write_keeps_the_old_file_only(tmp_path: Path, monkeypatch: pytes
 
 def test_default_path_is_in_the_user_cache():
     home = Path.home() / ".cache" / "quire" / "ceilings.json"
-
     assert default_path({"XDG_CACHE_HOME": "/caches"}) == Path("/caches/quire/ceilings.json")
     assert default_path({}) == home
     assert default_path({"XDG_CACHE_HOME": "not/absolute"}) == home

@@ -39,7 +39,6 @@ def group(write):
 def test_limit_of_the_own_group_applies_without_cached_files(tmp_path, write, group):
     group("a/b", 4 * GIB, 3 * GIB, cached=GIB)
     membership = write("membership", "0::/a/b")
-
     assert container_free_bytes(tmp_path, membership) == 2 * GIB
     assert container_total_bytes(tmp_path, membership) == 4 * GIB
 
@@ -49,7 +48,6 @@ def test_smallest_limit_up_to_the_root_applies(tmp_path, write, group):
     group("a", 2 * GIB, GIB)
     group(".", 8 * GIB, 7 * GIB + 1)
     membership = write("membership", "0::/a/b")
-
     assert container_free_bytes(tmp_path, membership) == GIB - 1
     assert container_total_bytes(tmp_path, membership) == 2 * GIB
 
@@ -57,7 +55,6 @@ def test_smallest_limit_up_to_the_root_applies(tmp_path, write, group):
 @pytest.mark.parametrize("path", ["/", "/docker/0123", "/../other"])
 def test_mount_root_is_the_own_group_inside_a_container(tmp_path, write, group, path):
     group(".", GIB, 0)
-
     assert container_free_bytes(tmp_path, write("membership", f"0::{path}")) == GIB
 
 
@@ -65,7 +62,6 @@ def test_cgroup_version_1_file_names(tmp_path, write, group):
     group("memory/a", 2 * GIB, GIB, cached=1000, version=1)
     group("memory", UNLIMITED_V1, 0, version=1)
     membership = write("membership", "12:cpu,cpuacct:/a\n7:memory:/a\n0::/")
-
     assert container_free_bytes(tmp_path, membership) == GIB + 1000
 
 
@@ -73,13 +69,11 @@ def test_cgroup_version_1_file_names(tmp_path, write, group):
 def test_no_limit_is_none(tmp_path, write, group, limit):
     group("a", limit, 0)
     membership = write("membership", "0::/a")
-
     assert container_free_bytes(tmp_path, membership) is None
     assert container_total_bytes(tmp_path, membership) is None
 
 
 def test_group_over_its_limit_has_negative_free_bytes(tmp_path, write, group):
     group("a", GIB, GIB + 5)
-
     assert container_free_bytes(tmp_path, write("membership", "0::/a")) == -5
     assert container_free_bytes(tmp_path, tmp_path / "missing") is None

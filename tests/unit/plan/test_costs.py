@@ -110,7 +110,6 @@ def test_recompute_cost_is_the_sum_over_tokens(costs, cached, more):
         prefill.token_s + prefill.call_s / costs.chunk_tokens + prefill.square_s * (2 * p + 1)
         for p in range(cached, tokens)
     ]
-
     assert recompute_seconds(costs, tokens, cached) == pytest.approx(sum(each))
 
 
@@ -442,7 +441,6 @@ def test_rates_stored_as_zero_are_learned():
 def test_fit_recovers_the_true_coefficients_and_refuses_other_times():
     amounts = [(1, tokens, tokens**2) for tokens in (10, 50, 200, 1000)]
     seconds = [2e-3 + 1e-5 * tokens + 3e-9 * square for _, tokens, square in amounts]
-
     assert fit_seconds(amounts, seconds) == pytest.approx((2e-3, 1e-5, 3e-9))
     for amounts, seconds in (([], []), ([(1, 1)], [0.0]), ([(1, 1), (1, 2)], [1.0, -1.0])):
         with pytest.raises(ConfigError, match="times above 0"):

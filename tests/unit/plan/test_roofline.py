@@ -67,7 +67,6 @@ def test_prefill_chunk_costs():
     One row is sampled: the head is 1,600 weights for it. With none sampled it is not read.
     """
     parts = parts_of(model_of(), [RowTokens(new=4, before=6)], 1)
-
     assert parts["attention"].flops == 34 * 128 * 2
     assert parts["attention"].kv_bytes == 14 * 64 * 2
     assert parts["mlp"].flops == 4 * 2 * 2 * 1_536
@@ -86,7 +85,6 @@ def test_prefill_chunk_costs():
 )
 def test_sliding_window_bounds_attention_cost(row: RowTokens, pairs: int, slots: int):
     attention = parts_of(model_of(3), [row], 1)["attention"]
-
     assert attention.flops == pairs * 128
     assert attention.kv_bytes == slots * 64
 
@@ -101,7 +99,6 @@ def test_tokens_and_pairs_of_a_step_are_those_that_its_queries_attend_to(kind, b
     seen = [range(p + 1 - layer.seen_tokens(p + 1), p + 1) for p in range(before, before + new)]
     if "chunk" in kind:  # a step ends where a chunk does
         assume(before % kind["chunk"] + new <= kind["chunk"])
-
     assert layer.pairs_in_step(*one_row) == sum(map(len, seen))
     assert layer.seen_in_step(*one_row) == len(set().union(*seen))
 
@@ -143,7 +140,6 @@ def test_attention_cost_of_latents_is_that_of_the_cheaper_form(row: RowTokens, p
     """
     model = CACHE_KINDS["latent"]
     parts = parts_of(model, [row], 1)
-
     assert parts["attention"].flops == 2 * 2 * products
     assert parts["attention"].kv_bytes == 2 * 2 * 40 * (row.before + 2 * row.new)
     assert parts["qkv"].weight_bytes == 2 * 2 * (2_688 + 1_280 + 3_584)
@@ -222,7 +218,6 @@ def test_decode_step_reads_weights_once_and_kv_of_every_sequence_at_a_rate():
     """Layer one reads 50 tokens, layer two its window of 10; 2 heads * 8 * K and V * 2 B = 64 B."""
     model = model_of(None, 10, **TIED)
     step = decode_step(model, batch=3, tokens=50)
-
     assert step.kv_read_bytes == 3 * (50 + 10) * 64
     assert step.weights_read_bytes == 2 * model.num_parameters
     assert step.read_bytes == step.weights_read_bytes + step.kv_read_bytes

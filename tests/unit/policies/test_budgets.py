@@ -74,7 +74,6 @@ def test_pyramid_equals_the_published_caps():
     so 234 158 82 6, and 8 more each; together 4 * 128 = 512.
     """
     caps = Pyramid().lane_capacities(shape_of(128, least=9))
-
     assert caps == (242, 166, 90, 14)
     assert sum(caps) == 4 * 128
 
@@ -87,7 +86,6 @@ def test_published_rounding_exceeds_the_total():
     """
     published = Pyramid(rounding=PUBLISHED).lane_capacities(shape_of(128, layers=6))
     exact = Pyramid().lane_capacities(shape_of(128, layers=6))
-
     assert published == (250, 202, 154, 106, 58, 10)
     assert exact == (250, 201, 152, 104, 55, 6)
     assert sum(exact) == 768
@@ -130,7 +128,6 @@ def test_published_pyramid_exceeds_the_total_by_rounding_only(shape, beta):
 def test_too_steep_pyramid_is_refused_with_a_suggestion():
     with pytest.raises(ConfigError, match="raise cap from 30 to 31 or lower beta to 19"):
         Pyramid().lane_capacities(shape_of(30, least=12))
-
     assert Pyramid().lane_capacities(shape_of(31, least=12)) is not None
     assert Pyramid(beta=19).lane_capacities(shape_of(30, least=12)) is not None
 
@@ -255,7 +252,6 @@ def test_scores_of_a_file_are_read_once(tmp_path):
 def test_files_that_are_no_scores_are_refused(text, found, tmp_path):
     file = tmp_path / "heads.tsv"
     file.write_text(text)
-
     with pytest.raises(ConfigError, match=rf"budget duo: .*heads\.tsv.*{found}"):
         Duo(scores=str(file)).lane_capacities(shape_of(50))
     with pytest.raises(ConfigError, match=r"expected 4 scores .* got 3; measure this model"):
@@ -285,7 +281,6 @@ def test_lines_are_layers_and_columns_heads(text, layers, heads, found, tmp_path
 def test_packaged_scores_are_of_one_shape_of_model():
     """SmolLM2-135M: 30 layers, 3 KV heads of 64 elements; SmolLM-135M has the same shape."""
     duo = Duo(scores="smollm2")
-
     assert duo.lane_capacities(replace(shape_of(50, layers=30, heads=3), head_dim=64))
     for layers, heads, dim, found in ((15, 6, 64, "in 30 lines"), (30, 3, 128, "instead of 128")):
         with pytest.raises(ConfigError, match=found):
@@ -405,7 +400,6 @@ class ByAttention(SinksAndRecent):
 def test_unbounded_caps_share_what_the_others_leave():
     """Four lanes of cap 10: 4 and 8 leave 28, for two lanes; three lanes leave 40 - 5 for three."""
     shape = shape_of(10, layers=4)
-
     assert shape.within_total([4, UNBOUNDED, 8, UNBOUNDED]) == (4, 14, 8, 14)
     assert shape.within_total([UNBOUNDED, 5, UNBOUNDED, UNBOUNDED]) == (12, 5, 12, 11)
     assert shape.within_total([4, 10, 8, 10]) == (4, 10, 8, 10)
@@ -490,7 +484,6 @@ def test_squeeze_keeps_the_total(cosines, heads, cap, least, share):
 
 def test_layer_without_recorded_similarity_raises_an_error():
     view = view_with_cosines([0.2, 0.5], tokens=0)
-
     with pytest.raises(PolicyError, match="some layer has recorded none; use another budget"):
         Squeeze().finalize(view, ByAttention(), shape_of(100, layers=2))
 
@@ -498,7 +491,6 @@ def test_layer_without_recorded_similarity_raises_an_error():
 def test_too_small_squeeze_share_is_refused():
     with pytest.raises(ConfigError, match="gives some layers no tokens besides the 8"):
         Squeeze(share=0.1).lane_capacities(shape_of(17, layers=3, least=9))
-
     assert Squeeze(share=0.1).lane_capacities(shape_of(18, layers=3, least=9)) == (8 + 28,) * 3
 
 
@@ -576,7 +568,6 @@ def test_lazy_needs_a_cap_above_its_sinks():
     expected = "needs more than its 4 sinks in a lane after an eviction, got 4 tokens"
     with pytest.raises(ConfigError, match=expected):
         Lazy().lane_capacities(shape_of(12, layers=2, leaving=8))
-
     assert Lazy().lane_capacities(shape_of(13, layers=2, leaving=8)) == (UNBOUNDED, UNBOUNDED)
 
 
@@ -611,7 +602,6 @@ def test_fastgen_measures_heads_of_unequal_length_on_their_own_slots():
     received = torch.tensor([[10.0] * 10, [5.0, 5, 5, 5, *[0.0] * 6]])
     shape = shape_of(6, layers=1, heads=2, least=4, bounded=True)
     rule = ByAttention(sinks=1, recent=2)
-
     assert FastGen(share=0.9).finalize(view_with(received, positions), rule, shape) == (8, 4)
 
 

@@ -230,7 +230,6 @@ def test_rule_retains_whole_pieces_within_the_limit(name):
 @rules_that(lambda policy: policy.statistics)
 def test_view_without_statistics_is_refused_by_name(name):
     policy, view = rule_and_view(name)
-
     with pytest.raises(PolicyError, match="built without the statistic"):
         policy.select(changed(view, statistics={}), num_slots(view) - 1)
 
@@ -239,7 +238,6 @@ def test_view_without_statistics_is_refused_by_name(name):
 def test_rule_on_queries_is_refused_without_recorded_queries(name):
     policy, view = rule_and_view(name)
     empty = {name: torch.zeros_like(values) for name, values in view.statistics.items()}
-
     with pytest.raises(PolicyError, match="no query"):
         policy.select(changed(view, statistics=empty), num_slots(view) - 1)
 

@@ -154,7 +154,6 @@ OF_PROMPT = "up to 100% of the prompt, or whole tokens such as 512"
 )
 def test_invalid_policy_text_is_refused(text, error, message):
     refused = refusal(text)
-
     assert type(refused) is error
     assert message in str(refused)
 
@@ -181,7 +180,6 @@ def test_invalid_policy_text_is_refused(text, error, message):
 )
 def test_unsound_combinations_are_refused_with_an_alternative(text, message):
     refused = refusal(text)
-
     assert type(refused) is UnsoundCombination
     assert message in str(refused)
     assert repr(text) in str(refused)
@@ -359,7 +357,6 @@ def test_spec_has_the_lane_capacities_of_the_budget():
 def test_budget_finalized_later_reserves_its_maximum():
     rule = make_eviction("sinks:cap=100,when=prefill_end,budget=lazy")
     spec = rule.for_request(1000, LANES).spec
-
     assert spec.lane_capacities == (UNBOUNDED,) * 8
     assert spec.lane_peak_tokens(spec.lane_capacities[0], 1500, 1000) == 1500
     assert spec_of("sinks:cap=4%,when=prefill_end,budget=(lazy:sinks=0)", 100).cap == 5
@@ -397,7 +394,6 @@ def test_pieces_are_chunks_or_pages():
 def test_pieces_require_a_cap_with_their_edges():
     """One slot, 64 evicted at a time, and a piece of 16 at each end: 97."""
     text = "recent:cap={},every=64,granularity=page"
-
     assert make_eviction(text.format(97)).for_request(500, LANES).spec.cap == 97
     assert "but the rule needs 33" in str(refusal(text.format(96), 500))
 

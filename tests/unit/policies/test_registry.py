@@ -153,7 +153,6 @@ def test_nested_rules_are_parsed_with_and_without_parentheses():
     plain = registry.make_policy("value_norm:base=h2o")
     options = registry.make_policy("value_norm:base=(h2o:recent=3,heads=max),power=2")
     nested = registry.make_policy("value_norm:base=(value_norm:base=(recent:sinks=2))")
-
     assert plain == ValueNorm(base=H2O())
     assert options == ValueNorm(base=H2O(recent=3, heads="max"), power=2.0)
     assert nested == ValueNorm(base=ValueNorm(base=Recent(sinks=2)))

@@ -51,7 +51,6 @@ def test_rate_is_the_median_without_the_first_call(monkeypatch: pytest.MonkeyPat
     times = iter([100.0, 1.0, 2.0, 9.0])
     monkeypatch.setattr(ceilings, "seconds", lambda _call: next(times))
     config = replace(ceilings.QUICK_PROFILE, repeats=3)
-
     assert ceilings.median_rate(ceilings.MemoryProbe(16).read_rate, config) == 8.0
 
 

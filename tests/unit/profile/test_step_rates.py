@@ -78,7 +78,6 @@ def test_fit_recovers_the_rates_of_exact_times():
 def test_without_eviction_block_rates_equal_prefill_rates(model):
     shapes = step_rates.usual_shapes("full", context_tokens=1_024, config=QUICK_PROFILE)
     rates = step_rates.measure_step_rates(model, shapes, repeats=1)
-
     assert rates.blocks == rates.whole
     assert rates.decode.evict_row_s == rates.decode.evict_slot_s == 0
 

@@ -75,7 +75,6 @@ def test_output_text_is_the_text_after_the_prompt(text, cut):
     token_ids = encode(text)
     begin = decode(TINY, token_ids[:cut])
     shared = max(n for n in range(len(begin) + 1) if text.startswith(begin[:n]))
-
     assert "".join(pieces(TINY, token_ids[cut:], token_ids[:cut])) == text[shared:]
 
 
@@ -88,7 +87,6 @@ def test_random_tokens_decode_like_the_whole_sequence(token_ids, skip):
 def test_many_invalid_bytes_decode_like_the_whole_sequence():
     lead, *tail = ([token_id] for token_id in TINY("€")["input_ids"])
     tails = [token_id for one in tail for token_id in one]
-
     for ids in (lead * 300, tails * 300, (lead + tails) * 200 + lead, tail[0] * 70 + lead):
         assert "".join(pieces(TINY, ids)) == decode(TINY, ids)
 
@@ -133,14 +131,12 @@ def test_sentencepiece_text_equals_the_whole_text_after_any_prompt(units, cut):
 
 def test_first_word_after_a_prompt_keeps_its_space():
     hello, world = SPACED.convert_tokens_to_ids(["▁Hello", "▁world"])
-
     assert pieces(SPACED, [world], [hello]) == [" world", ""]
     assert pieces(SPACED, [world], [1]) == ["world", ""]
 
 
 def test_special_tokens_are_emitted_on_request_only_and_nothing_without_a_tokenizer():
     token_ids = [0, *TINY("hi")["input_ids"], 1]
-
     assert "".join(pieces(TINY, token_ids)) == "hi"
     assert "".join(pieces(TINY, token_ids, (), False)) == "<s>hi</s>"
     assert pieces(None, [1, 2, 3], [4]) == ["", "", "", ""]
@@ -326,7 +322,6 @@ def test_text_and_ending_of_an_output():
 def test_partial_stop_string_is_not_emitted():
     output = OutputText(SamplingParams(max_tokens=99, stop="\n\nQ:"), EOS, TINY, ())
     shown = "".join(map(output.push, tokens("yes\n\nQ")))
-
     assert shown == "yes"
     assert shown + output.abort() == "yes\n\nQ"
 

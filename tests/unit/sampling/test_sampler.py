@@ -94,7 +94,6 @@ def test_token_of_a_row_is_independent_of_the_batch(order, size):
 def test_native_sampling_equals_the_operations_of_torch(seed, scale):
     logits, rows = scale * random_logits(len(MIXED), seed), mixed_rows()
     ours, expected = (Sampler(VOCAB, EOS, native=n).sample(logits, rows) for n in (NATIVE, None))
-
     assert ours == expected
 
 
@@ -223,7 +222,6 @@ def test_repetition_penalty_includes_the_prompt_and_presence_penalty_does_not(sa
     logits[:, 5], logits[:, 6], logits[:, 8] = 3.0, 2.5, 2.0
     penalties = (SamplingParams(repetition_penalty=2.0), SamplingParams(presence_penalty=2.0))
     tokens = sampler.sample(logits, [Row(each, output_token_ids=[6]) for each in penalties])
-
     assert [token.token_id for token in tokens] == [8, 5]
 
 
@@ -360,7 +358,6 @@ def test_row_without_allowed_tokens_fails_alone(sampler, temperature):
     banned = {"allowed_token_ids": (3,), "bad_token_ids": ((3,),), "logprobs": 1}
     empty = SamplingParams(temperature=temperature, **banned)
     tokens = sampler.sample(random_logits(2), [Row(empty), Row(SamplingParams())])
-
     assert "allowed_token_ids" in tokens[0].error
     assert tokens[1].error is None
 
@@ -390,7 +387,6 @@ def test_prompt_logprobs_in_parts_equal_those_at_once(one_by_one, monkeypatch):
 def test_prompt_logprobs_of_non_finite_logits_are_refused():
     logits = random_logits(2)
     logits[1, 3] = float("nan")
-
     with pytest.raises(RequestError, match="NaN"):
         prompt_logprobs(logits, [1, 2], 0)
 

@@ -133,7 +133,6 @@ def test_prompt_is_prefilled_and_counted_once(llama):
 
 def test_deltas_have_a_choice_index_and_the_last_is_marked(llama):
     deltas = [d for step in steps_of(engine_of(llama), drawn(n=2, max_tokens=3)) for d in step]
-
     assert {delta.request_id for delta in deltas} == {"r"}
     assert [delta.index for delta in deltas] == [0, 1] * 3
     assert [delta.is_last for delta in deltas] == [False] * 5 + [True]
@@ -261,7 +260,6 @@ def test_one_choice_can_be_cancelled(llama, index, after_steps):
 def test_all_choices_can_be_cancelled(llama, after_steps, params, index):
     """Ranked beams are cancelled together."""
     output = cancelled(engine_of(llama, chunk_tokens=8), params, after_steps, *index)
-
     assert [choice.finish_reason for choice in output.choices] == ["abort"] * params.n
 
 
@@ -359,7 +357,6 @@ def test_choices_that_cannot_run_together_are_equal_and_count_concurrent_pages(l
 
 def test_request_that_never_fits_is_refused_completely(llama):
     engine = engine_of(llama, num_sequences=1.0, longest=30)
-
     with pytest.raises(NeverFits):
         engine.submit(GenerationRequest(PROMPT, drawn(n=3, max_tokens=100)))
     assert not engine.has_work
@@ -369,7 +366,6 @@ def test_request_that_never_fits_is_refused_completely(llama):
 def test_choices_differ_without_a_seed(llama):
     done = run_one(engine_of(llama), drawn(n=4, seed=None))
     choices = {choice.token_ids for choice in done.choices}
-
     assert len(choices) > 1
     assert {len(tokens) for tokens in choices} == {10}
 
@@ -473,7 +469,6 @@ def test_options_of_beams_and_defaults_of_the_model():
 
 def test_one_beam_equals_greedy_decoding(llama):
     greedy, one = (run_one(engine_of(llama), p) for p in (engines.greedy(6), beams(n=1)))
-
     assert one.token_ids == greedy.token_ids
 
 
@@ -501,7 +496,6 @@ def test_token_masks_apply_to_every_beam(llama):
     """With 2 allowed tokens, the first step has 2 beams and the second 4."""
     three = run_one(engine_of(llama), beams(n=4, allowed_token_ids=[30, 31, 32]))
     two = run_one(engine_of(llama), beams(n=4, allowed_token_ids=[30, 31], max_tokens=2))
-
     assert {token for choice in three.choices for token in choice.token_ids} <= {30, 31, 32}
     assert len({choice.token_ids for choice in three.choices}) == 4
     assert {c.token_ids for c in two.choices} == {(i, j) for i in (30, 31) for j in (30, 31)}
@@ -557,7 +551,6 @@ def test_more_beams_than_fit_memory_are_refused(llama):
     """26 tokens take 7 pages in each of 2 layers, of which 5 are shared: w beams need 5 + 2 w."""
     engine = engine_of(llama, num_sequences=2.0, longest=26)
     most = (pages_of(engine)[0] // 2 - 5) // 2
-
     with pytest.raises(NeverFits, match=f"in {most + 1} beams need .* use fewer beams"):
         engine.submit(GenerationRequest(PROMPT, beams(beam_width=most + 1)))
     assert len(run_one(engine, beams(beam_width=most)).choices) == 2

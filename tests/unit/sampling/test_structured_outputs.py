@@ -99,13 +99,11 @@ def nested(depth):
 def test_invalid_option_is_refused_with_its_name(wanted, param, message):
     with pytest.raises(RequestError, match=message) as refused:
         SamplingParams(structured_outputs=wanted)
-
     assert refused.value.param == f"structured_outputs{param}"
 
 
 def test_schema_may_be_an_object_or_text():
     as_object = StructuredOutputs(json=PERSON)
-
     assert as_object == StructuredOutputs(json=json.dumps(PERSON))
     assert hash(as_object) == hash(StructuredOutputs(json=PERSON))
     assert SamplingParams(structured_outputs={"json": PERSON}).structured_outputs == as_object
@@ -115,7 +113,6 @@ def test_beam_search_that_ignores_end_tokens_is_refused():
     beams = {"use_beam_search": True, "beam_width": 2, "ignore_eos": True}
     with pytest.raises(RequestError, match="ignore_eos") as refused:
         SamplingParams(structured_outputs={"regex": "a"}, **beams)
-
     assert refused.value.param == "ignore_eos"
 
 
@@ -294,7 +291,6 @@ def test_forks_do_not_affect_each_other(compiler, llm):
     start = allowed(one.mask([]))
     one.mask(token_ids(llm, "a"))
     other = one.fork()
-
     assert allowed(other.mask([])) == start
     assert allowed(other.mask(token_ids(llm, "x"))) != allowed(one.mask(token_ids(llm, "a")))
 
@@ -312,7 +308,6 @@ def test_end_token_is_allowed_only_where_the_grammar_may_end(compiler, llm):
 
 def test_matcher_that_got_another_token_has_an_error(compiler, llm):
     matcher = compiler.compile(StructuredOutputs(regex="ab")).matcher()
-
     assert not matcher.mask(token_ids(llm, "x")).any()
     assert "cannot continue" in matcher.error
 
@@ -341,7 +336,6 @@ def test_output_matches_its_schema(llm, temperature):
 )
 def test_output_matches_its_grammar(llm, wanted, pattern):
     output = generate(llm, wanted, temperature=1.0, seed=7)
-
     assert re.fullmatch(pattern, output.text), output.text
 
 
@@ -359,7 +353,6 @@ def test_output_ends_where_it_must_without_an_end_token(llm):
 def test_complete_structure_at_the_length_limit_is_a_stop(llm):
     whole = generate(llm, {"regex": "(a|b){3}"}, ignore_eos=True)
     count = len(whole.token_ids)
-
     assert generate(llm, {"regex": "(a|b){3}"}, max_tokens=count).finish_reason == "stop"
     assert generate(llm, {"regex": "(a|b){9}c"}, max_tokens=2).finish_reason == "length"
 
@@ -368,7 +361,6 @@ def test_end_token_and_stop_text_end_an_output_that_could_continue(llm):
     eos = llm.model.generation.eos_token_ids[0]
     output = generate(llm, {"regex": "[a-z ]*"}, logit_bias={eos: 100.0})
     stopped = generate(llm, COMPACT, stop="age")
-
     assert (output.text, output.finish_reason) == ("", "stop")
     assert stopped.stop_reason == "age"
     assert "age" not in stopped.text
@@ -563,7 +555,6 @@ def test_properties_of_unicode_are_read_as_in_other_dialects(compiler, llm):
 def test_expressions_of_a_grammar_are_read_as_in_python(compiler, llm):
     wanted = {"grammar": '# a " comment /[/\nstart: A "/" /[^[]/i // [[:x:]]\nA: /\\w/s\n'}
     texts = ("_/²", "a/]", "²/a", "a/[")
-
     assert [accepts(compiler, llm, wanted, text) for text in texts] == [True, True, False, False]
 
 
@@ -623,7 +614,6 @@ NO_BRACKET = {"pattern": "^[^[]$", "type": "string"}
 )
 def test_schema_of_any_draft_is_kept(compiler, llm, schema, valid, invalid):
     wanted = {"json": schema, "disable_any_whitespace": True}
-
     assert accepts(compiler, llm, wanted, valid)
     assert not accepts(compiler, llm, wanted, invalid)
 
@@ -681,7 +671,6 @@ def test_schema_that_cannot_be_kept_is_refused(compiler, schema, message, form):
     wanted = {"json": text} if form == "json" else {"grammar": f"start: %json {text}"}
     if form == "grammar" and "x-guidance" in schema:
         message = "expected x-guidance to have"
-
     with pytest.raises(RequestError, match=message):
         compiler.compile(StructuredOutputs(**wanted))
 
@@ -690,7 +679,6 @@ def test_chain_of_references_is_followed_without_recursion(compiler, llm):
     """Also in a thread with a small stack, which the library would exceed."""
     chain = {str(n): {"items": {"$ref": f"#/$defs/{n + 1}"}} for n in range(2000)}
     schema = {"$ref": "#/$defs/0", "$defs": chain | {"2000": {"type": "null"}}}
-
     assert accepts(compiler, llm, {"json": schema}, "[[[]]]")
 
 
@@ -707,7 +695,6 @@ def test_terminals_that_use_each_other_too_deeply_are_refused(compiler, llm):
 
 def test_too_many_intersections_of_a_grammar_are_refused(compiler):
     many = " & ".join(f"/(?s:.*){n}(?s:.*)/" for n in range(60))
-
     with pytest.raises(RequestError, match="operators `&`"):
         compiler.compile(StructuredOutputs(grammar=f"start: A\nA: {many}"))
 

@@ -95,7 +95,6 @@ def test_columns_are_members_of_lines(actor):
 
 def test_another_column_may_be_the_prompt_and_one_is_needed():
     lines, numbers = lines_of({"text": ["a"], NUMBER: [4]}, prompt_key="text")
-
     assert (json.loads(lines[0]), numbers) == ({"text": "a"}, [4])
     with pytest.raises(ConfigError, match="expected a column line, prompt"):
         lines_of({"text": ["a"]})

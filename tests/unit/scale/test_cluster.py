@@ -50,7 +50,6 @@ def outcomes(records):
 def test_one_replica_is_the_simulator(load, kv_events, router):
     alone = simulate(load, CONFIG)
     result = run(load, router=router, kv_events=kv_events)
-
     assert outcomes(result.replicas[0].records) == outcomes(alone.records)
     assert summarise(result.replicas[0]) == summarise(alone)
     assert result.end_s == alone.gauges.time_s

@@ -51,7 +51,6 @@ def test_texts_share_the_blocks_of_their_common_beginning(beginning, one, other)
 )
 def test_token_ids_are_words(ids, more):
     one, other = hints({"prompt": ids}), hints({"prompt": ids + more})
-
     assert common_blocks(one, other) == len(ids) // BLOCK_WORDS
     assert (one.prompt_tokens, other.prompt_tokens) == (len(ids), len(ids) + len(more))
 
@@ -108,7 +107,6 @@ def test_salt_tenant_and_model_separate_prompts_and_a_session_is_named():
 )
 def test_any_body_is_accepted(body):
     found = hints(body if isinstance(body, bytes) else json.dumps(body).encode())
-
     assert len(found.prompt_blocks) == found.prompt_tokens // BLOCK_WORDS
 
 
@@ -119,7 +117,6 @@ tokens = st.lists(st.integers(0, 3), max_size=14)
 @given(first=tokens, second=tokens)
 def test_equal_hashes_are_equal_prefixes(first, second):
     hashes = [block_hashes(each, BLOCK) for each in (first, second)]
-
     assert [len(each) for each in hashes] == [len(first) // BLOCK, len(second) // BLOCK]
     assert common(*hashes) == common(first, second) // BLOCK
 

@@ -140,6 +140,5 @@ def test_a_start_waits_for_slow_proxies(slow_serve):
 def test_proxies_that_never_start_are_an_error(slow_serve, monkeypatch):
     slow_serve(None)
     monkeypatch.setattr(launch, "PROXY_WAIT_S", 0.01)
-
     with pytest.raises(EngineDead, match=r"HTTP proxy has not started .*: free cores"):
         launch.run_application(RECIPE)

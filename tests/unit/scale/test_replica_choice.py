@@ -186,7 +186,6 @@ class Context:
 )
 def test_the_larger_of_requests_and_memory_counts(requests, used, replicas):
     metrics = {KV_USED: dict(enumerate(used))}
-
     assert LoadScaling(0.8, 64)(Context(requests, metrics)) == (replicas, {})
     assert LoadScaling(0.8, 4)(Context(9, None)) == (3, {})  # before the first report
 
@@ -194,6 +193,5 @@ def test_the_larger_of_requests_and_memory_counts(requests, used, replicas):
 @given(st.floats(0, 1e4), st.lists(st.floats(0, 1), max_size=50), st.floats(0.1, 1))
 def test_with_that_many_replicas_both_targets_hold(requests, used, target_kv):
     replicas, _ = LoadScaling(target_kv, 16)(Context(requests, {KV_USED: dict(enumerate(used))}))
-
     assert requests <= 16 * replicas * (1 + 1e-9)
     assert math.fsum(used) <= target_kv * replicas * (1 + 1e-9)

@@ -81,7 +81,6 @@ def test_choice_is_a_given_replica_and_equal_calls_give_equal_choices(name, step
 @pytest.mark.parametrize("name", ROUTERS)
 def test_no_replicas_and_empty_blocks_are_refused(name):
     router = make_router(RouterConfig(name=name), block_tokens=BLOCK)
-
     assert isinstance(router, Router)
     with pytest.raises(ConfigError, match="expected at least one replica"):
         router.choose(request(), [])
@@ -124,7 +123,6 @@ def test_cached_prefix_is_left_when_its_queue_costs_more(queued, weight):
 
 def test_active_kv_counts_by_its_share_of_the_memory():
     replicas = [idle("a", active_kv_bytes=500), idle("b", queued_prompt_tokens=60)]
-
     assert kv_aware(kv_weight=100).choose(request(), replicas) == "a"
     assert kv_aware(kv_weight=140).choose(request(), replicas) == "b"
 

@@ -214,6 +214,5 @@ def test_estimate_never_exceeds_the_peak_that_was_accepted():
     """49 tokens fit in smaller steps, so their peak is below that of 47 tokens in whole chunks."""
     memory = memory_of(35, page_tokens=1, window=5, max_rows=10)
     rule = make_admission("optimistic", Peaks(memory, chunk_tokens=200))
-
     assert rule.peaks.counts([Need(35), Need(49)]).ravel().tolist() == [105, 104]
     assert rule.promised(request_of(35, 15), [], 0).tolist() == [104]

@@ -74,7 +74,6 @@ def test_pd_prefills_prompts_of_similar_length_together():
     load = load_of("pd")
     lengths = {r.request_id: len(r.prompt_token_ids) for r in submit(load, *JOBS)}
     entered = dict.fromkeys(name for tokens, _ in steps(load) for name in tokens)
-
     # the first and the nearest in length to 6; then the next waiting and the nearest to 20
     assert [lengths[name] for name in entered] == [6, 5, 7, 8, 4, 19, 20]
 
@@ -130,7 +129,6 @@ def test_sync_prefill_decodes_no_request_while_the_queue_is_filled():
     load = load_of("baton_pd:prefill=sync")
     submit(load, *JOBS * 2)
     plans = steps(load)
-
     assert all(len(tokens) == len(decoding) or not decoding for tokens, decoding in plans)
     assert sum(not decoding for _, decoding in plans) < len(plans) / 2
 
@@ -203,7 +201,6 @@ def test_request_displaced_from_the_batch_by_an_urgent_one_keeps_its_pages():
     run_steps(load, 4)
     submit(load, (10, 3), priority=-1)
     load.drain()
-
     assert load.scheduler.num_preemptions == 0
 
 

@@ -52,7 +52,6 @@ def test_event_has_kind_time_request_tenant_and_data():
 
 def test_log_retains_only_the_newest_events():
     log = filled(["chunk"] * 10, kept=3)
-
     assert ([event.number for event in log.newest()], log.num_events) == ([8, 9, 10], 10)
 
 
@@ -125,7 +124,6 @@ def test_two_writers_of_one_file_write_whole_lines(path):
         for number in range(50):
             for writer in (first, second):
                 writer(KVEvent("chunk", 0.0, "a", "red", {"reason": "x" * number}, number))
-
     assert numbers_in(path) == sorted([*range(50)] * 2)
 
 
@@ -134,7 +132,6 @@ def test_partial_write_is_completed(path, monkeypatch):
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
     with EventFile(path) as file:
         file(chunk(1))
-
     assert numbers_in(path) == [1]
 
 
@@ -198,7 +195,6 @@ def test_full_disk_does_not_hide_the_exception_of_the_with_block(path, monkeypat
     file = EventFile(path)
     file(chunk(1))
     file.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
-
     assert "the file lacks 1 events" in caplog.text
 
 
@@ -283,7 +279,6 @@ def test_close_raises_if_the_reader_of_a_pipe_stalls(pipe, monkeypatch):
     file = EventFile(pipe.path)
     for number in range(1, 4):
         file(long_chunk(number))
-
     with pytest.raises(ConfigError, match=r"does not keep up; the file lacks 2 events"):
         file.close()
 
@@ -293,7 +288,6 @@ def test_close_raises_if_the_reader_has_closed_the_pipe(pipe):
     file(chunk(1))
     pipe.close()
     file(chunk(2))
-
     with pytest.raises(ConfigError, match="its reader has closed it; the file lacks 1 events"):
         file.close()
 

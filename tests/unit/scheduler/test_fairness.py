@@ -302,7 +302,6 @@ def queue_steps(flood_each: int, pages: int) -> np.ndarray:
 @pytest.mark.parametrize("pages", [24, pytest.param(120, marks=pytest.mark.slow)])
 def test_small_tenant_does_not_wait_behind_a_tenant_with_20_times_the_load(pages):
     alone, with_flood = (np.percentile(queue_steps(each, pages), 99) for each in (0, 20))
-
     assert with_flood <= max(2 * alone, 1 + -(-PROMPT_TOKENS // 64))
 
 
@@ -370,7 +369,6 @@ def test_tenant_never_exceeds_its_memory_limit(admission):
     load = load_of(24, guaranteed=0, burst=40, admission=admission)
     for _ in range(12):
         send(load, "b", 8, 60)
-
     check_limit_of_b(load)
 
 
@@ -379,7 +377,6 @@ def test_parallel_samples_stay_within_the_limit_of_their_tenant(num_samples):
     """Members of a group are not preempted for each other: above the limit they run separately."""
     load = load_of(60, guaranteed=0, burst=40)
     load.submit_group(group_of_b(load, num_samples), atomic=False)
-
     check_limit_of_b(load)
 
 

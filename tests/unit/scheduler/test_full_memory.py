@@ -356,7 +356,6 @@ def test_windows_need_shorter_chunks_but_no_cap():
     """24 tokens and a chunk of 64 are more than 32 pages of 4 layers; shorter chunks fit."""
     peaks, small = (peaks_of(*4 * [WINDOW], columns=columns) for columns in (32, 24))
     advice = "shorten the prompt or raise --kv-memory to 14KiB"
-
     assert peaks.fits_alone(need(100, 1))
     assert peaks.counts([need(100, 1)]).sum() <= 32
     assert not small.fits_alone(need(100, 1))
@@ -366,7 +365,6 @@ def test_windows_need_shorter_chunks_but_no_cap():
 def test_advice_for_beams_is_fewer_beams_or_earlier_eviction():
     peaks = peaks_of(FULL, FULL, evicting=True)
     spec = EvictionSpec(cap=16, every=4, when=PRESSURE)
-
     assert possible_changes(peaks, need(20, 40, spec, may_offload=False), 2) == (
         "use fewer beams, lower max_tokens, raise --kv-memory to 29KiB or set "
         "when=prefill_and_decode in its eviction rule"

@@ -156,7 +156,6 @@ def test_each_request_is_counted_with_its_own_statistics():
 def test_pages_that_will_be_written_are_not_counted_as_shared():
     peaks = peaks_of(None, WINDOW, statistics=(SUMS,))
     capped = EvictionSpec(cap=20, every=4, statistics=(SUMS,))
-
     assert peaks.shared_counts(Need(18, 18, capped), 16).tolist() == [8, 0, 4]
     assert peaks.shared_counts(Need(30, 18, capped), 16).tolist() == [0, 0, 4]
     assert peaks.shared_counts(Need(30, 18), 16).tolist() == [8, 0, 4]
@@ -189,7 +188,6 @@ def test_forks_share_no_window_pages_for_any_chunk_length():
     """While decoding, a window of 10 occupies 13 slots in 4 whole pages per lane."""
     peaks = peaks_of(WINDOW, chunk_tokens=64)
     [group] = peaks.memory.layout.groups
-
     assert peaks.forked_counts(48, [Need(52, 48)] * 4).tolist() == [4 * 4 * group.num_lanes]
     assert peaks.forked_counts(8, [Need(12, 8)] * 4).tolist() == [(2 + 4) * group.num_lanes]
 
@@ -286,7 +284,6 @@ def test_rows_at_once_equals_reserved_admission(spec, kv_bytes, lengths, page_to
 
 def test_slab_borders_cut_pages_in_some_layouts():
     spec = EvictionSpec(cap=30, every=4, statistics=(SUMS, QueryMoments()))
-
     assert cuts_pages(layout_of_rule(spec, head_dim=20), 400_000)
     assert not cuts_pages(layout_of_rule(KEEP_ALL), 400_000)
 

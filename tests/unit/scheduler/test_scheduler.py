@@ -145,7 +145,6 @@ def test_typical_step_passes_few_files():
     calls = recorded_calls()
     decoding, prefill = typical(calls[DECODE_ONLY]), typical(calls[WITH_PREFILL])
     of_scheduler = [name for name in prefill.functions if name.startswith("scheduler/")]
-
     assert len(decoding.functions) <= 10
     assert len(prefill.functions) <= 18
     assert len(of_scheduler) <= 10
@@ -272,7 +271,6 @@ def test_request_waits_for_the_limit_of_its_tenant(engine_of):
     submit(engine, 4, tenant="red")
     submit(engine, 1, tenant="blue")
     engine.step()
-
     assert causes(engine, tenant="red")[0] == (waiting.LIMIT, 0)
     assert causes(engine, tenant="blue") == []
 

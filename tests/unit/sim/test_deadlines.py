@@ -129,7 +129,6 @@ def longest_wait(batcher, memory, urgent):
 def test_urgent_request_waits_for_at_max_one_step(batcher, memory):
     wait_s, step_s = longest_wait(batcher, memory, urgent=-1)
     plain_s, _ = longest_wait(batcher, memory, urgent=None)
-
     assert wait_s <= step_s
     assert plain_s > step_s
 

@@ -95,7 +95,6 @@ def test_request_waits_for_the_running_step_only():
 
 def test_empty_output_counts_as_one_token():
     [record] = simulate(trace(request(1, 0, 5, 0)), CONFIG).records
-
     assert record.answer_tokens == 1
     assert record.first_token_s == record.finish_s > 0
     assert math.isnan(record.tpot_s)
@@ -300,7 +299,6 @@ def test_swap_preemption_recomputes_nothing_and_is_timed(mode):
 def test_unsupported_options_are_refused(kv, schedule, message):
     kv = replace(CONFIG.kv, **kv_options(kv))
     config = replace(CONFIG, kv=kv, schedule=ScheduleConfig(**schedule))
-
     with pytest.raises(ConfigError, match=message):
         make_simulator(OVERLOAD, config)
 
@@ -373,7 +371,6 @@ def test_metrics_are_reported_per_tenant():
     load = trace(*(request(i, 0, 40, 10, tenant="a" if i % 3 else "b") for i in range(1, 31)))
     result = simulate(load, replace(CONFIG, schedule=ScheduleConfig(max_num_seqs=2)))
     found = by_tenant(result)
-
     assert (found["a"]["finished"], found["b"]["finished"]) == (20, 10)
     # one tenant sends twice as much, and is served equally while both wait
     assert summarise(result)["jain_index"] >= 0.98

@@ -38,7 +38,6 @@ def timed(timer, rows, sampled_rows):
 @given(rows=rows_of_steps, sampled=st.integers(0, 6))
 def test_step_time_is_the_sum_of_the_floors_of_its_parts(model, rows, sampled):
     timer = StepTimer(model, RATES)
-
     assert timed(timer, rows, sampled) == pytest.approx(by_parts(model, rows, sampled), rel=1e-12)
     assert timed(timer, rows, sampled) == timed(timer, rows, sampled)  # cached
 
@@ -72,7 +71,6 @@ def test_named_model_shapes_have_the_published_number_of_parameters(name, billio
 
 def test_efficiency_scales_peaks_but_not_measured_rates():
     peak = MachineConfig(efficiency=1.0).rates()
-
     assert MachineConfig().rates().read_bytes_per_s == pytest.approx(0.6 * peak.read_bytes_per_s)
     assert MachineConfig(name="profile").rates(RATES).flops_per_s == RATES.flops_per_s
     assert MachineConfig(step_overhead_ms=5).rates().overhead_s == 0.005

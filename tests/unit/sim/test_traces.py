@@ -67,7 +67,6 @@ def test_compressed_trace_is_decompressed(write, tmp_path):
 def test_format_is_detected_and_byte_order_mark_and_empty_lines_are_ignored(write, name):
     loaded = load_trace(write(EXAMPLES[name]))
     marked = b"\xef\xbb\xbf" + EXAMPLES[name].encode() + b"\n\n"
-
     assert loaded.format == name
     assert load_trace(write(marked)).requests == loaded.requests
 
@@ -83,7 +82,6 @@ def test_format_is_detected_and_byte_order_mark_and_empty_lines_are_ignored(writ
 )
 def test_lengths_and_arrivals_of_a_format(write, text, expected, times):
     loaded = load_trace(write(text))
-
     assert lengths(loaded) == expected
     assert arrivals(loaded) == pytest.approx(times, abs=1e-5)
 
@@ -146,7 +144,6 @@ def test_length_scale_keeps_shared_segments(write):
 
 def test_requests_over_max_tokens_are_dropped_and_counted(write):
     loaded = load_trace(write(AZURE), TraceOptions(max_tokens=418))
-
     assert lengths(loaded) == [(374, 44)]
     assert loaded.num_dropped == 2
     with pytest.raises(TraceError, match="longer than max_tokens=10"):
@@ -233,7 +230,6 @@ def test_tenants_of_a_column_or_in_turn(write):
 def test_invalid_trace_is_refused_with_its_line(write, text, message):
     with pytest.raises(TraceError) as refused:
         load_trace(write(text))
-
     assert message in str(refused.value)
 
 

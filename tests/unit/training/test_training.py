@@ -215,7 +215,6 @@ def test_batch_depends_only_on_seed_and_step(maker):
 
 def test_rows_start_a_document_and_have_all_kinds_of_the_mixture(maker, tokenizer):
     batch = maker.batch(0, Stage(length=128, steps=1, batch_tokens=128 * 150), 0.2)
-
     assert (batch.ids[:, 0] == tokenizer.token_to_id("<|doc|>")).all()
     assert (batch.weights[:, 0] == 0).all()
     assert {KINDS[index] for index in batch.kinds.unique().tolist()} == {*KINDS} - {"longeval"}

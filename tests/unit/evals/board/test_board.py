@@ -216,7 +216,6 @@ def test_grids_of_a_file_give_each_entry_once_with_full_kv_first(tmp_path):
 def test_an_invalid_file_of_grids_is_refused(text, message, tmp_path):
     file = tmp_path / "grids.toml"
     file.write_text(text)
-
     with pytest.raises((ConfigError, UnknownName), match=message):
         read_grids(file)
 
@@ -257,7 +256,6 @@ def test_of_entries_with_equal_bytes_only_the_first_is_the_reference():
     other = BoardEntry("full", "", "", "fp8")
     cells = {FULL: [cell("lines", [1, 0, 1], 9)], other: [cell("lines", [1, 1, 1], 9)]}
     result = BoardResult.of(board_of("lines", cells))
-
     assert result.rows[0].entry == other
     assert result.reference.entry == FULL
     assert again(result).rows == result.rows
@@ -267,7 +265,6 @@ def test_of_entries_with_equal_bytes_only_the_first_is_the_reference():
 def test_page_says_how_far_windows_of_one_text_overlap(tokens, count, shown):
     found = replace(BoardResult.of(board()), tasks=("perplexity",), tokens=tokens, count=count)
     lines = "\n".join(confirmed_lines([replace(found, seeds=(1,))]))
-
     assert ("share 85% (4,096 tokens): they are not independent" in lines) == shown
 
 

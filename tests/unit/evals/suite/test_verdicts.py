@@ -37,7 +37,6 @@ def cell(values, metric="accuracy", arm="full", task="lines"):
 def test_verdict_follows_from_the_interval_of_the_difference(zeros, verdict):
     values = [0.0] * zeros + [1.0] * (10 - zeros)
     found = compare(task_of("lines"), cell([1.0] * 10), cell(values), GOOD)
-
     assert (found.verdict, found.difference.mean) == (verdict, pytest.approx(-zeros / 10))
 
 
@@ -68,7 +67,6 @@ def test_lower_perplexity_is_better_and_the_exponential_of_the_mean():
 @pytest.mark.parametrize("check", [SKIPPED, Sanity(status=FAILED, reason="lines at 256")])
 def test_without_passed_sanity_check_there_is_no_verdict(check):
     found = compare(task_of("lines"), cell([1.0] * 10), cell([0.0] * 10), check)
-
     assert (found.verdict, found.difference.mean) == ("none", -1.0)
     assert found.reason == check.reason
 
@@ -127,7 +125,6 @@ def test_stored_cell_is_read_again_for_equal_options_only(tmp_path):
 
 def test_full_kv_has_no_rule_and_no_codec():
     kv = KVConfig(memory="1MiB", evict="recent:cap=64", codec="int8", record_evictions=True)
-
     assert not is_full(kv)
     assert is_full(full_kv(kv))
     assert (kv_name(kv), kv_name(full_kv(kv))) == ("int8 recent:cap=64", "full")
@@ -158,7 +155,6 @@ def test_sanity_check_evicts_to_a_quarter_and_states_failures():
 )
 def test_sanity_check_runs_the_cases_of_the_evaluated_tasks_only(tasks, status, ran):
     found = sanity.check(lambda prompts, *_: [""] * len(prompts), **SIZES | {"tasks": tasks})
-
     assert (found.status, [case["task"] for case in found.cases]) == (status, ran)
     assert all(task in found.reason for task in ran)
     assert not any(task in found.reason for task in set(CASES) - set(ran))
@@ -193,7 +189,6 @@ def newest(prompt, evict):
 )
 def test_sanity_check_passes_a_model_that_reads_only_its_context(visible, full, evicted):
     found = sanity.check(reads_visible(visible), **SIZES)
-
     assert {case["full"] for case in found.cases} == {full}
     assert {case["evicted"] for case in found.cases} == {evicted}
     assert found.passed == ((full, evicted) == (1.0, 0.0))

@@ -314,7 +314,6 @@ TWOS = torch.full((1, 3, 1), 2.0)
 )
 def test_accumulated_score_is_the_score_before_division(base, keep_counts):
     view = replace(view_of_sums([6.0, 4.0, 1.0]), slots=Slots(TWOS, TWOS), head_dim=1)
-
     assert base.accumulated(view, base.score(view)).tolist() == [keep_counts]
 
 
@@ -367,7 +366,6 @@ def test_invalid_kvcrush_options_are_refused_with_a_suggestion(text, error, mess
 def test_min_cap_has_one_representative():
     """h2o retains half as newest: of 7 retained 4 are selected, a quarter of them is 1."""
     policy = KVCrush()
-
     assert policy.min_cap == 7
     assert policy.min_retained(4) == 31 + 8  # four pieces of four to select, 15 newest, two edges
     assert KVCrush(base=Recent2(), share=0.25).min_cap == 4
@@ -480,7 +478,6 @@ def test_heads_without_representatives_retain_what_the_base_rule_retains(base):
     history = history_of()
     view = history.view((*policy.statistics, *base.statistics))
     keep = torch.full((4,), 30)
-
     assert torch.equal(policy.select(view, keep), base.select(view, keep))
 
 
@@ -489,7 +486,6 @@ def test_variants_have_sets_of_heads(form):
     policy = form(base=BASE, sets="head")
     view = ragged_history(tokens=90).view(policy.statistics)
     retained = policy.select(view, torch.full((4,), 52), 4)
-
     assert policy.scope == LANE
     assert form(base=BASE).scope == LAYER
     assert not torch.equal(view.positions[0][retained[0]], view.positions[1][retained[1]])
@@ -508,7 +504,6 @@ def test_layers_that_evict_nothing_pick_nothing():
     view = history.view(policy.statistics)
     held = view.num_slots[:, 0]
     keep = torch.where(torch.arange(len(held)) < history.heads, held, 30)
-
     assert policy.select(view, keep).sum(dim=1).tolist() == keep.tolist()
 
 

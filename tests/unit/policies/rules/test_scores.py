@@ -140,7 +140,6 @@ def roco_reference(history, sinks, recent, heads):
 def test_roco_evicts_the_smallest_means_of_the_smallest_deviations(group, heads, share):
     history = make_history(group=group, seed=4, tokens=48)
     policy = RoCo(sinks=2, recent=5, heads=heads)
-
     check(policy, history, roco_reference(history, 2, 5, heads), share)
 
 
@@ -488,7 +487,6 @@ def test_window_scores_are_independent_of_the_slice_size(monkeypatch):
 
 def test_scratch_memory_of_slices_is_bounded():
     parts = list(windows.slices(1000, windows.SCRATCH_NUMBERS // 3))
-
     assert {part.stop - part.start for part in parts} == {3}
     assert len(list(windows.slices(5, 10 * windows.SCRATCH_NUMBERS))) == 5
 
@@ -582,7 +580,6 @@ def test_lagkv_scores_of_partitions():
     """
     policy = LagKV(sinks=0, lag=2)
     view = view_of([[2, 0], [1, 2], [0, 0], [2, 4], [0, 0], [1, 1], [9, 9]])
-
     assert policy.min_cap == 4
     assert policy.score(view)[0, :4].tolist() == [0.5, 0.0, 0.0, 0.5]
     for keep, tokens in ((6, [0, 1, 3, 4, 5, 6]), (5, [0, 3, 4, 5, 6]), (4, [0, 4, 5, 6])):
@@ -689,7 +686,6 @@ def test_sinks_and_the_largest_weights_are_retained():
     weights = torch.tensor([[0.1, 0.9, 0.3, 0.9, 0.2, 0.8]])
     view = KVView(torch.arange(6)[None], 6, statistics={rule.statistics[0].name: weights})
     retained = [rule.select(view, torch.tensor([n]))[0].nonzero()[:, 0].tolist() for n in (2, 4)]
-
     assert retained == [[0, 1], [0, 1, 3, 5]]
 
 

@@ -84,7 +84,6 @@ def test_rule_without_a_change_equals_the_base_rule(base, options):
     history = make_history(tokens=60, group=2, layers=(1, 2), ragged=alone.scope == LANE)
     view = history.view(alone.statistics)
     keep = torch.full((view.positions.shape[0],), 20)
-
     assert wrapped.select(view, keep).equal(alone.select(view, keep))
 
 
@@ -209,7 +208,6 @@ def test_criticalkv_scores_query_heads_apart_in_kvcrush():
     view = six_tokens_view()
     each = {AttentionSum().each().name: view.statistic(AttentionSum()).expand(2, 6)}
     heads = by_query_head(changed(view, statistics=each), (AttentionSum(),))
-
     assert view.projected_lengths().tolist() == [[1, 1, 1, 4, 3, 60]]
     assert heads.projected_lengths().tolist() == [[2, 2, 2, 4, 2, 40], [0, 0, 0, 4, 4, 80]]
 
@@ -337,7 +335,6 @@ def test_2_age_is_the_distance_of_positions_not_of_slots():
     Means 10/100 = .1, 2/10 = .2, .15/1 = .15: evict the first. By slots: 3.3, 1, .15.
     """
     view = view_of_sums(Average(), [0, 90, 99], [10.0, 2.0, 0.15], next_position=100)
-
     assert retained_positions(view, Average().select(view, torch.tensor([2]))) == [[90, 99]]
 
 
@@ -376,7 +373,6 @@ def test_4_sinks_and_newest_tokens_are_protected_independent_of_scores(name):
 def test_5_sums_are_compared_in_full_precision():
     """300 and 300.1 are one number in bfloat16, whose steps are 2 there."""
     view = view_of_sums(H2O(recent=0), [0, 1], [300.0, 300.1], next_position=1000)
-
     assert torch.tensor(300.1).bfloat16() == torch.tensor(300.0).bfloat16()
     assert retained_positions(view, H2O(recent=0).select(view, torch.tensor([1]))) == [[1]]
 
@@ -384,7 +380,6 @@ def test_5_sums_are_compared_in_full_precision():
 def test_6_group_reductions_are_mean_max_and_sum():
     """Three query heads: token 0 gets .9 0 0, token 1 gets .4 .4 .4."""
     weights = torch.tensor([[[0.9, 0.4], [0.0, 0.4], [0.0, 0.4]]])
-
     assert reduce_group(weights, "mean")[0].tolist() == pytest.approx([0.3, 0.4])
     assert reduce_group(weights, "max")[0].tolist() == pytest.approx([0.9, 0.4])
     assert reduce_group(weights, "sum")[0].tolist() == pytest.approx([0.9, 1.2])
@@ -430,6 +425,5 @@ def test_tova_can_evict_the_newest_token_unless_protected():
     history = make_history(tokens=30, evictions=0, layers=(0,), heads=1, group=1)
     history.keys[:, 29] = -100 * history.query(0, 0, 29)
     view = history.view(TOVA().statistics)
-
     assert 29 not in retained_positions(view, TOVA().select(view, torch.tensor([20])))[0]
     assert 29 in retained_positions(view, TOVA(recent=1).select(view, torch.tensor([20])))[0]
