@@ -1,11 +1,14 @@
-"""The memory benchmark: small runs of its parts, and claims computed from given inputs."""
+"""The memory benchmark: small runs and claims of given inputs; loads of the cluster one."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from benchmarks.cluster.runs import at_load, for_replicas
 from benchmarks.memory import measured, simulated
 from benchmarks.memory.simulated import SimulatedConfig
 from quire.sim.engine import ServedTokens, SimResult
@@ -221,3 +224,30 @@ def test_fairness_table_has_rows_of_both_tenants(small_traces):
         *((run, tenant) for run in ("flood", "drain") for tenant in ("small", "large")),
     }
     assert 0.5 < result.claims["fairness_jain"] <= 1
+
+
+# ---- loads of clusters ---------------------------------------------------------------------------
+
+
+TALK = trace(*(request(i, i * 0.5, 9, 20, shared=[(0, 32), (1 + i % 8, 32)]) for i in range(1, 41)))
+
+
+@given(factor=st.sampled_from([0.5, 1.0, 3.0]))
+def test_load_scales_arrivals_only(factor):
+    faster = at_load(TALK, factor)
+    assert [r.arrival_s * factor for r in faster.requests] == pytest.approx(
+        [r.arrival_s for r in TALK.requests]
+    )
+    assert [r.prompt for r in faster.requests] == [r.prompt for r in TALK.requests]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4, 8, 16, 64])
+def test_load_of_more_replicas_has_more_conversations(replicas):
+    load = for_replicas(TALK, replicas, 8)
+
+    assert len(load.requests) == 40 * replicas / 8
+    assert len({r.prompt[1].content for r in load.requests}) == replicas
+    assert [r.arrival_s for r in load.requests] == sorted(r.arrival_s for r in load.requests)
+    assert load.requests[0].arrival_s == 0
+    # every conversation is whole
+    assert {sum(r.prompt[1] == q.prompt[1] for r in load.requests) for q in load.requests} == {5}
