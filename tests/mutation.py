@@ -107,7 +107,6 @@ def _moved(statement: ast.stmt, node: ast.AST) -> ast.AST:
 
 
 def _changed(node: ast.AST) -> str | None:
-    """The text of a changed expression; None if it is not changed."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return str(node.value + 1)
     if isinstance(node, ast.Constant) and type(node.value) is bool:
@@ -161,7 +160,6 @@ def _is_unique(functions: Functions, change: Change) -> bool:
 
 
 def run(checkout: Path, out: Path) -> None:
-    """Run the changes that have no result yet."""
     changes = [Change(**values) for values in json.loads(CHANGES.read_text(encoding="utf-8"))]
     done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     functions = _functions(checkout)
@@ -234,7 +232,6 @@ def _imports(text: str, module: str) -> bool:
 
 
 def main() -> None:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     drawing = commands.add_parser("draw")

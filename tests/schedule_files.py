@@ -70,7 +70,6 @@ def recorded_calls() -> dict[str, list[Call]]:
 
 
 def typical(calls: list[Call]) -> Call:
-    """Return the median call."""
     return calls[len(calls) // 2]
 
 
@@ -86,7 +85,6 @@ def _trace() -> Trace:
 
 
 def main() -> None:
-    """Print the counts, and the files of the typical calls with their numbers of functions."""
     calls = recorded_calls()
     for kind in (DECODE_ONLY, WITH_PREFILL):
         for name, call in (("largest", calls[kind][-1]), ("typical", typical(calls[kind]))):

@@ -21,7 +21,6 @@ CHARTS_MS = {"wide": 45_000, "narrow": 4000}
 
 
 def main():
-    """Write the pictures of a server under load."""
     if CHROMIUM is None:
         sys.exit("chromium is missing: apt-get install -y chromium")
     names = [name for name in sys.argv[1:] if name != "--all"]
@@ -67,7 +66,6 @@ def show(page, view):
 
 
 def select_request(page):
-    """Select a running request that evicts."""
     page.evaluate("location.hash = '#requests'")
     chosen = None
     while chosen is None:

@@ -18,8 +18,6 @@ HEAVY = {"torch", "transformers", "fastapi", "matplotlib", "scipy"}
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
     def isatty(self) -> bool:
         return True
 

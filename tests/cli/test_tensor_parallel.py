@@ -73,7 +73,6 @@ def test_server_with_a_killed_rank_refuses_requests() -> None:
 
 
 def ranks_of(process_id: int) -> list[str]:
-    """Process ids of the ranks of a process."""
     command = ["pgrep", "-P", str(process_id), "-f", "rank_process"]
     found = subprocess.run(command, capture_output=True, text=True)
     return found.stdout.split()

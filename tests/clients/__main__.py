@@ -30,7 +30,6 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "GUIDELLM__LOG_DIS
 
 
 def run_script(name: str, url: str, folder: Path) -> dict[str, Any]:
-    """Run the checks of a client script."""
     command = [str(python_of("apis", folder)), str(SCRIPTS / f"{name}_client.py"), url]
     done = _run(command)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check"')]
@@ -41,7 +40,6 @@ def run_script(name: str, url: str, folder: Path) -> dict[str, Any]:
 
 
 def run_program(name: str, url: str, folder: Path, out: Path) -> dict[str, Any]:
-    """Run a program and read its results."""
     program = PROGRAMS[name]
     model = str(find_model("quire-tiny")[0])
     python = python_of(program.environment, folder)

@@ -84,7 +84,6 @@ def docs(tmp_path: Path) -> Path:
 
 
 def run_of(bench: str, part: str, claims: dict[str, float]) -> dict[str, Any]:
-    """Last line of `python -m benchmarks BENCH` for a run of one part."""
     table = Table(name="t", caption="Of it.", columns=("a", "b"), rows=(("r", 1.5),))
     lines = {"one": ((1, 2.0), (2, 3.0)), "other": ((1, 4.0), (2, 5.0))}
     chart = Chart(name="beam", title="Peaks", x_label="x", y_label="y", lines=lines, log_x=True)

@@ -43,7 +43,6 @@ def test_a_page_in_the_navigation_has_its_heading_or_the_heading_up_to_its_colon
 
 
 def heading(page: str) -> str:
-    """The first heading of a page."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     [found] = re.findall(r"^# (.+)$", text, flags=re.MULTILINE)[:1]
     return str(found)

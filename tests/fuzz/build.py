@@ -29,7 +29,6 @@ TIER_BYTES = 16 << 20
 
 @contextmanager
 def products(case: Case) -> Iterator[None]:
-    """Exact products for cases that ask for them."""
     with pytest.MonkeyPatch.context() as patch:
         if case.exact:
             use_exact_products(patch)
@@ -43,7 +42,6 @@ def _exact_conv(layer: Conv1D, x):
 
 @contextmanager
 def with_tiers(case: Case) -> Iterator[Case]:
-    """The case with options for its tiers, which exist until the context ends."""
     with ExitStack() as undo:
         options: dict[str, object] = {}
         if "disk" in case.tiers:
@@ -57,7 +55,6 @@ def with_tiers(case: Case) -> Iterator[Case]:
 
 
 def ample_bytes(case: Case) -> int:
-    """Memory for all requests of a case at once."""
     return AMPLE_TINY_BYTES if case.model == "quire-tiny" else AMPLE_BYTES
 
 
@@ -86,7 +83,6 @@ def _constants(case: Case) -> dict[str, object]:
 
 
 def try_options(case: Case) -> None:
-    """Start the case's engine with room for all."""
     ample = ample_bytes(case)
     host, stream = ample * bool(case.host_room), ample * bool(case.stream_room)
     _start(case, ample, host, stream).close()
@@ -145,7 +141,6 @@ class SlowPrefill:
 
     @property
     def costs(self) -> "SlowPrefill":
-        """These costs."""
         return self
 
     def read(self, *_: object) -> None:
@@ -153,7 +148,6 @@ class SlowPrefill:
 
 
 def submit(engine: Engine, name: str, request: RequestCase, **changed: object) -> None:
-    """Submit one of a case's requests."""
     request = replace(request, **changed)
     engine.submit(
         GenerationRequest(

@@ -57,18 +57,15 @@ class Case:
 
     @property
     def evict_texts(self) -> list[str]:
-        """The eviction rules of its requests."""
         default = str(self.kv.get("evict", "full"))
         return [default if r.evict is None else r.evict for r in self.requests]
 
     @property
     def under_pressure(self) -> bool:
-        """Whether evicted tokens depend on how full the memory is."""
         return any("when=pressure" in text for text in self.evict_texts)
 
     @property
     def lossy(self) -> bool:
-        """Whether KV is stored in codes."""
         return self.kv.get("codec", "none") != "none"
 
     @property
@@ -83,12 +80,10 @@ class Case:
         return input_codec or (self.lossy and host)
 
     def to_json(self) -> str:
-        """One line of text."""
         return json.dumps(asdict(self))
 
 
 def from_json(text: str) -> Case:
-    """The case that `Case.to_json` has written."""
     values = json.loads(text)
     requests = tuple(
         RequestCase(**{**request, "prompt": tuple(request["prompt"])})

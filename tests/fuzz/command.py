@@ -32,7 +32,6 @@ def read(path: Path) -> dict[int, dict]:
 
 
 def append(path: Path, outcome: Outcome, case: Case) -> dict:
-    """Write what came of a seed; with its case where it is of interest."""
     record = outcome.as_dict()
     if outcome.outcome != OK or outcome.near_tie:
         record["case"] = json.loads(case.to_json())
@@ -42,7 +41,6 @@ def append(path: Path, outcome: Outcome, case: Case) -> dict:
 
 
 def summary(found: Iterable[dict]) -> dict[str, object]:
-    """What the seeds come to."""
     records = list(found)
     outcomes = Counter(record["outcome"] for record in records)
     kinds: Counter[str] = Counter()

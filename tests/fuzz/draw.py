@@ -34,7 +34,6 @@ PROMOTED = "int2+residual=16+promoted=4:int8"
 
 
 def draw_codec(rng: random.Random, evict: str) -> str:
-    """A codec; what it excludes is rarely drawn."""
     if rng.random() < 0.55:
         return "none"
     evicts, pages = evict != "full", "granularity=page" in evict
@@ -218,7 +217,6 @@ def _invariant(rng: random.Random, case: Case) -> Case:
 
 
 def _asynchronous(rng: random.Random, case: Case) -> Case:
-    """Asynchronous scheduling, if the case's other options support it."""
     codec = _codec(case)
     refused = not SYNCHRONOUS.isdisjoint(case.schedule)
     refused |= any(part in codec for part in ("+", "kivi", "_page"))
@@ -361,7 +359,6 @@ def _draw_schedule(rng: random.Random, *, swaps: bool) -> dict[str, object]:
 
 
 def _draw_batcher(rng: random.Random, *, swaps: bool) -> str:
-    """A batcher with options."""
     name = rng.choice(("static", "pd", "orca", "baton_pd", "baton_pd_best_fit"))
     if name == "pd":
         return f"pd:ahead={rng.choice((0, 1, 2))},window={rng.choice((4, 64))}"
@@ -394,7 +391,6 @@ def _draw_requests(
 
 
 def _other_numbers(rng: random.Random, evict: str) -> str:
-    """The same rule with another cap, or `full`."""
     if evict == "full" or rng.random() < 0.3:
         return "full"
     cap = parse_policy(evict).options["cap"]

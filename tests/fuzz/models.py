@@ -26,12 +26,10 @@ LEARNT_FROM = [2 + (i * i + 3 * i) % 61 for i in range(400)]
 
 
 def model_of(case: Case) -> LoadedModel:
-    """The model of the case's engine; engines of a process share it."""
     return _with_tokenizer(_loaded(case.model, case.weights), case)
 
 
 def resident_model_of(case: Case) -> LoadedModel:
-    """The same weights, all on the device."""
     weights = PLAIN if case.weights.startswith(STAY) else case.weights
     return _with_tokenizer(_loaded(case.model, weights), case)
 

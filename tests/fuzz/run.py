@@ -107,7 +107,6 @@ def run_scarce(case: Case, ample: Watched, outcome: Outcome) -> Watched:
 
 
 def check_run(case: Case, scarce: Watched, ample: Watched, outcome: Outcome) -> None:
-    """Check that a run in little memory gave the answers of one in ample memory."""
     require_ends(case, scarce)
     require_scores(case, scarce)
     if not case.approximate:
@@ -115,13 +114,11 @@ def check_run(case: Case, scarce: Watched, ample: Watched, outcome: Outcome) -> 
 
 
 def reference(case: Case) -> Watched:
-    """The answers in ample memory."""
     require_options(case)
     return answer_amply(case)
 
 
 def require_options(case: Case) -> None:
-    """Start the case's engine."""
     try:
         try_options(case)
     except NeverFits:
@@ -131,7 +128,6 @@ def require_options(case: Case) -> None:
 
 
 def answer_amply(case: Case) -> Watched:
-    """The answers in ample memory."""
     try:
         ample = Watched(ample_engine(case))
         for number, request in enumerate(case.requests):
@@ -149,7 +145,6 @@ def answer_amply(case: Case) -> Watched:
 
 
 def drive(case: Case, watched: Watched) -> None:
-    """Submit and cancel at the case's steps until all has ended."""
     engine, step = watched.engine, 0
     waiting = dict(enumerate(case.requests))
     while waiting or engine.has_work:

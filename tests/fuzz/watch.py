@@ -172,11 +172,9 @@ class Watched:
         return int(memory.lengths[row]), found
 
     def open(self, name: str, prompt: tuple[int, ...]) -> None:
-        """Start to collect the output of a submitted request."""
         self._builders[name] = OutputBuilder(name, prompt)
 
     def step(self) -> None:
-        """Run one step and all checks after it."""
         try:
             deltas = self.engine.step()
         finally:
@@ -209,7 +207,6 @@ class Watched:
             raise Stalled(f"no token in {self.steps - self._since} steps, {waited_s:.1f} s")
 
     def check(self) -> None:
-        """Verify the accounts: used + free is the arena, and every page has its holders."""
         engine, memory = self.engine, self.engine.pool.kv.memory
         if memory.used_bytes + memory.free_bytes != memory.total_bytes:
             raise InvariantError(f"{memory.used_bytes} + {memory.free_bytes} B are not the arena")
@@ -235,7 +232,6 @@ class Watched:
         store.arena[~in_use] = POISON
 
     def require_nothing_held(self) -> None:
-        """An engine without work holds cached prefixes and nothing else."""
         scheduler, memory = self.engine.scheduler, self.engine.pool.kv.memory
         scheduler.sequence_memory.drop_cached()  # cached prefixes may be offloaded
         held = [f"rows {memory.live_rows.tolist()}"] if len(memory.live_rows) else []

@@ -30,26 +30,21 @@ class Case:
 
     @property
     def path(self) -> Path:
-        """The committed file."""
         return VALUES / f"{self.name}.json"
 
     def read(self) -> Shape:
-        """What is committed; nothing where there is no file yet."""
         if not self.path.exists():
             return {}
         shape: Shape = json.loads(self.path.read_text(encoding="utf-8"))
         return shape
 
     def found(self, workshop: Workshop) -> Shape:
-        """What today's code makes."""
         return shape_of(self.make(workshop), self.rule)
 
     def write(self, shape: Shape) -> None:
-        """Replace the committed file."""
         self.path.write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")
 
     def explain(self, shape: Shape) -> str:
-        """How a shape differs from the committed one; empty where it does not."""
         lines = differences(self.read(), shape)
         if not lines:
             return ""
@@ -100,34 +95,28 @@ class Format:
 
     @property
     def folder(self) -> Path:
-        """The committed files."""
         return STORED_FILES / self.name
 
     def make(self, workshop: Workshop) -> object:
-        """The value of the golden case."""
         return {
             "written": self.describe(self.written(workshop)),
             "read": self.read(workshop, self.copied(workshop)),
         }
 
     def written(self, workshop: Workshop) -> Path:
-        """A folder that today's code has written."""
         folder = workshop.folder_for(f"{self.name}_written")
         self.write(workshop, folder)
         return folder
 
     def copied(self, workshop: Workshop) -> Path:
-        """A copy of the committed files."""
         folder = workshop.folder_for(f"{self.name}_copied")
         shutil.copytree(self.folder, folder, dirs_exist_ok=True)
         return folder
 
     def shape(self, folder: Path) -> Shape:
-        """Of the files in a folder."""
         return shape_of({"written": self.describe(folder)}, self.rule)
 
     def rewrite(self) -> None:
-        """Replace the committed files."""
         with tempfile.TemporaryDirectory() as folder:
             written = self.written(Workshop(Path(folder)))
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -37,7 +37,6 @@ BATCH_LINES: dict[str, object] = {
 
 
 def batch_input(path: Path, names: tuple[str, ...] = tuple(BATCH_LINES)) -> Path:
-    """A file with these lines."""
     lines = [BATCH_LINES[name] for name in names]
     texts = ["{prompt" if line is None else json.dumps(line) for line in lines]
     path.write_text("".join(text + "\n" for text in texts), encoding="utf-8")

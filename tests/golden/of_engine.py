@@ -89,7 +89,6 @@ class _SlowPrefill:
 
 
 def with_disk(workshop: Workshop, folder: Path, **options: object) -> Engine:
-    """An engine with a disk tier and one request."""
     kv = SMALL_PAGES | {"disk_memory": "16MiB", "disk_path": str(folder)} | options
     engine = workshop.engine(**kv)
     prefix_loader = engine.prefix_loader
@@ -142,7 +141,6 @@ def ledger(workshop: Workshop) -> object:
 
 
 def by_kind(events: Iterable[KVEvent]) -> dict[str, list[Mapping[str, object]]]:
-    """JSON values of events, grouped by kind."""
     found: dict[str, list[Mapping[str, object]]] = {}
     for event in events:
         found.setdefault(event.kind, []).append(event.as_dict())

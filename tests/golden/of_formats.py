@@ -87,7 +87,6 @@ _ENTRY = bytes(i * 7 % 251 for i in range(300))
 
 @stored(describe_tier, _read_tier, exact=("*.files", "*.facts.*"))
 def file_tier(workshop: Workshop, folder: Path) -> None:
-    """One entry, and one that was dropped."""
     tier = FileTier(folder, 3 * MIB)
     tier.write("a", _ENTRY, {"nature": "n", "keys": ["00ff"]})
     tier.write("b", _ENTRY)
@@ -162,7 +161,6 @@ def _read_export(workshop: Workshop, folder: Path) -> object:
     loose=("*.sums.*",),
 )
 def exported_kv(workshop: Workshop, folder: Path) -> None:
-    """Three blocks."""
     engine = workshop.engine(page_tokens=4, codec="int2")
     request = GenerationRequest(_PREFIX, greedy(1))
     engine.submit(request)
@@ -331,7 +329,6 @@ _BATCH = (*ENGINE_OPTIONS, "--kv-memory=2MiB", "--temperature=0", "--seed=7")
 
 @stored(_describe_batch, _read_batch, exact=("*.files", "*.input_sha256", "*.custom_id"))
 def batch_output(workshop: Workshop, folder: Path) -> None:
-    """Two records, and the half of a third."""
     paths = (batch_input(folder / "in.jsonl", _LINES), folder / "out.jsonl")
     workshop.run("batch", "quire-tiny", *paths, *_BATCH, exit_code=1)
     records = sorted(

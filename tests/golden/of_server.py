@@ -62,13 +62,11 @@ def answers(llm: LLM, calls: dict[str, Call], *, drains: bool = False, **options
 
 
 def post_all(workshop: Workshop, posts: Posts) -> Answers:
-    """Answers by name."""
     calls = {name: ("POST", path, {"json": body}) for name, (path, body) in posts.items()}
     return answers(workshop.served, calls)
 
 
 def answer(response: httpx.Response) -> Answers:
-    """Status, the headers that are not HTTP's own, and the body."""
     headers = {n: v for n, v in response.headers.items() if n.startswith(("x-", "www-", "allow"))}
     headers |= {"x-request-id": "NEW"} if "x-request-id" in headers else {}
     body = response.json() if response.content else None
@@ -76,13 +74,11 @@ def answer(response: httpx.Response) -> Answers:
 
 
 def completion(**options: object) -> tuple[str, dict[str, object]]:
-    """A body for /v1/completions."""
     body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
     return COMPLETIONS, body | options
 
 
 def chat(**options: object) -> tuple[str, dict[str, object]]:
-    """A body for /v1/chat/completions."""
     body = {"messages": MESSAGES, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
     return CHAT, body | options
 

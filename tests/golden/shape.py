@@ -47,7 +47,6 @@ class Rule:
     maps: tuple[str, ...] = ()  # mappings whose keys depend on the machine: shown as "*"
 
     def is_exact(self, path: str, value: object) -> bool:
-        """Whether the value at a path is kept."""
         if _matches(path, self.exact):
             return True
         if _matches(path, (*LOOSE, *self.loose)):
@@ -132,7 +131,6 @@ def _last_name(path: str) -> str:
 
 
 def differences(expected: Shape, found: Shape) -> list[str]:
-    """One line for each path that is gone, new or has changed."""
     lines = []
     for path in sorted(expected.keys() | found.keys()):
         before, now = expected.get(path), found.get(path)

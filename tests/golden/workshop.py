@@ -38,23 +38,19 @@ class Workshop:
 
     @cached_property
     def model(self) -> LoadedModel:
-        """quire-tiny."""
         return load_model("quire-tiny", dtype="float32", device="cpu", verify=False)
 
     @cached_property
     def served(self) -> LLM:
-        """An LLM for servers, one after another."""
         return self.llm()
 
     def once(self, make: "Callable[[Workshop], T]") -> "T":
-        """A result that several cases use, computed at its first use."""
         if make not in self._made:
             self._made[make] = make(self)
         found: T = self._made[make]
         return found
 
     def folder_for(self, name: str) -> Path:
-        """A new folder."""
         path = self.folder / name
         while path.exists():  # another test has it
             path = path.with_name(f"{path.name}_again")
@@ -62,11 +58,9 @@ class Workshop:
         return path
 
     def llm(self, **kv: object) -> LLM:
-        """An LLM over the model."""
         return LLM(self.model, kv=kv_config(**{"memory": "4MiB"} | kv))
 
     def engine(self, *, schedule: dict[str, object] | None = None, **kv: object) -> Engine:
-        """An engine over the model."""
         config = ScheduleConfig(**(schedule or {}))
         return Engine(self.model, kv_config(**{"memory": "4MiB"} | kv), config)
 
@@ -93,12 +87,10 @@ class Workshop:
 
 
 def greedy(max_tokens: int, **options: object) -> SamplingParams:
-    """The likeliest tokens, never stopping early."""
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **options)
 
 
 def finish(engine: Engine) -> None:
-    """Run an engine until it is idle."""
     while engine.has_work:
         for delta in engine.step():
             assert delta.error is None, delta.error

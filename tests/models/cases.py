@@ -58,7 +58,6 @@ def decode(
     shifted_by: int = 0,
     given: Sequence[int] = (),
 ) -> Expected:
-    """Decode greedily."""
     tokens, positions, rows = list(prompt), list(range(len(prompt))), []
     out = _forward(model, tokens, positions)
     while len(rows) < num_tokens:
@@ -116,7 +115,6 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def random_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
-    """Token ids without the first two, which begin and end texts."""
     rng = random.Random(seed)
     return [rng.randrange(2, vocab_size) for _ in range(count)]
 
@@ -178,7 +176,6 @@ class Found:
     seconds: float = 0.0  # of the processor
 
     def as_dict(self) -> dict[str, object]:
-        """JSON values."""
         return asdict(self)
 
 
@@ -249,7 +246,6 @@ def _text(error: Exception) -> str:
 
 
 def kinds_of(spec: ModelSpec) -> tuple[str, ...]:
-    """The kinds of caches of a model's layers."""
     found = dict.fromkeys(
         "latent" if heads.latent is not None
         else "shared" if layer.source is not None
@@ -283,8 +279,6 @@ def _control(bench: "Bench") -> str:
 
 
 class Recorder:
-    """Records the logits of each sequence, and samples given tokens or those of a sampler."""
-
     def __init__(self, sampler: Sampler, forced: Mapping[str, Sequence[int]] | None) -> None:
         self._sampler, self._forced = sampler, forced
         self.rows: dict[str, list[Tensor]] = {}
@@ -372,14 +366,12 @@ class Bench:
 
 
 def finish(engine: Engine) -> None:
-    """Run an engine until no request is left."""
     for delta in chain.from_iterable(engine.step() for _ in iter(lambda: engine.has_work, False)):
         assert delta.finish_reason in (None, "length"), delta.error
     engine.check()
 
 
 def first_difference(name: str, ours: Tensor, theirs: Tensor) -> str:
-    """Where logits begin to differ."""
     moved = [difference(a[None], b[None]) for a, b in zip(ours, theirs, strict=False)]
     first = next((step for step, one in enumerate(moved) if not one <= TOLERANCE), len(moved))
     at = f" by {moved[first]:.1e}" if first < len(moved) else ""
@@ -440,7 +432,6 @@ def _urgently(bench: Bench, engine: Engine) -> Recorder:
 
 
 def _prefix(bench: Bench) -> Case:
-    """A second prompt with the same beginning; else the same prompt again."""
     for names in (("r0", "r1"), ("r0", "r0")):
         engine = bench.engine(AMPLE_ROOM, {"enable_prefix_caching": True})
         found = [bench.compare(bench.run(engine, [name]), [name]) for name in names]
@@ -450,7 +441,6 @@ def _prefix(bench: Bench) -> Case:
 
 
 def _disk(bench: Bench) -> Case:
-    """The same prompt after a restart, with the prefix that the first engine stored on disk."""
     with tempfile.TemporaryDirectory() as folder:
         kv = {"enable_prefix_caching": True, "disk_memory": "64MiB", "disk_path": folder}
         for _ in range(2):

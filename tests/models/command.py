@@ -61,7 +61,6 @@ def _append(path: Path, found: Mapping[str, object]) -> None:
 
 
 def line(found: Mapping) -> str:
-    """One type, for people."""
     if found["result"] == EQUAL:
         return f"{found['type']}: equal (at most {found['worst']:.1e}; control: {found['control']})"
     kind = found["result"] if found["is_text_decoder"] else "refused, not a text decoder"
@@ -69,7 +68,6 @@ def line(found: Mapping) -> str:
 
 
 def totals(found: Iterable[Mapping]) -> dict[str, int]:
-    """Number of types by result."""
     counted = Counter(
         one["result"] if one["is_text_decoder"] else "not text decoders" for one in found
     )
@@ -104,7 +102,6 @@ def _rounded(found: Mapping) -> dict[str, object]:
 
 
 def read(path: Path) -> dict[str, dict]:
-    """Recorded types, the newest record of each."""
     found: dict[str, dict] = {}
     for text in path.read_text().splitlines() if path.exists() else ():
         try:

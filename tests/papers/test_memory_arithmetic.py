@@ -246,7 +246,6 @@ class CountedCopies(NoBytes):
 
 
 def beams_in_memory(page_tokens: int) -> KVMemory:
-    """Four beams of 2048 tokens, the last 50 of which differ."""
     codec = codec_spec("bfloat16")
     page = kv_pages(key=codec, value=codec, head_dim=64, heads=1, tokens=page_tokens)
     layout = CacheLayout((LaneGroup(name="full", page_class=page, layers=(0,)),))

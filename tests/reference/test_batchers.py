@@ -71,7 +71,6 @@ PROMPTS = make_prompts(COUNT, LONGEST, seed=7)
 
 @cache
 def alone(architecture: str, stored: str) -> dict[str, list[int]]:
-    """Tokens of every query alone in enough memory."""
     found, kv = {}, kv_config(memory="4MiB", page_tokens=PAGE_TOKENS, **STORED[stored])
     for number, prompt in enumerate(PROMPTS):
         engine = Engine(model_of(architecture), kv, ScheduleConfig(max_num_seqs=1))
@@ -81,7 +80,6 @@ def alone(architecture: str, stored: str) -> dict[str, list[int]]:
 
 
 def engine_of(batcher: str, architecture: str, stored: str, rooms: float) -> Engine:
-    """An engine whose memory holds `rooms` of the largest query."""
     steps = {"max_num_seqs": ROWS, "max_num_batched_tokens": 32, "chunk_tokens": 16}
     limits = {"urgent": -1, "scale_down_at": 0.4, "preempt": "swap"}
     schedule = ScheduleConfig(batcher=batcher, **steps, **limits)
@@ -105,7 +103,6 @@ def engine_of(batcher: str, architecture: str, stored: str, rooms: float) -> Eng
 def check(
     batcher: str, architecture: str, stored: str, *, rooms: float = 2.4, seed: int = 1
 ) -> list[str]:
-    """Run all queries under one batcher; return the reasons of preemptions."""
     engine = engine_of(batcher, architecture, stored, rooms)
     expected, rng, reasons, tokens = alone(architecture, stored), random.Random(seed), [], {}
     engine.events.subscribe(

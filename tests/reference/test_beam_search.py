@@ -62,7 +62,6 @@ def transformers_beams(architecture, prompt: tuple[int, ...], width, penalty, ea
 
 
 def compare_all(engine: Engine, architecture: str, cases, *, ends: bool) -> set[str | None]:
-    """Search with all options and prompts at once; return the reasons of ends."""
     requests, builders, found = {}, {}, {}
     for number, (prompt, case) in enumerate(product(PROMPTS, cases)):
         name, (width, penalty, early) = f"r{number}", case

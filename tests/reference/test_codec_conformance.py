@@ -93,7 +93,6 @@ def answer(codec: str, rule: str, model: str = MODELS[0], **options) -> Run:
 
 @cache
 def undisturbed(codec: str, rule: str, model: str) -> Run:
-    """Each request alone in ample memory."""
     return answer(codec, rule, model, max_num_seqs=1)
 
 
@@ -209,7 +208,6 @@ four_layers = cache(lambda: load("qwen3", times=2))
 
 
 def deep(codec: str, rule: str, *, host: int | str = 0, preempts: int = 0, **schedule) -> Run:
-    """Both requests in an engine of a model with four layers."""
     kv = {"codec": codec, "evict": rule, "evict_allow": "", "enable_prefix_caching": False}
     config = kv_config(memory="8MiB", page_tokens=4, swap_space=host, record_evictions=True, **kv)
     engine = Engine(four_layers(), config, ScheduleConfig(**schedule))

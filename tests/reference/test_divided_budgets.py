@@ -37,7 +37,6 @@ def run_watched(text, watch=lambda engine: None, *, page_tokens=4, **options):
 
 
 def held_slots(engine: Engine, request) -> list[int]:
-    """Tokens of each lane."""
     table = engine.pool.kv.memory.tables["full"]
     return table.num_slots[request.memory.row].tolist()
 

@@ -139,7 +139,6 @@ def test_positions_are_logical_in_every_column(rule):
 
 
 def of_engine(prompts, params, model):
-    """Outputs of an engine, by prompt."""
     engine = Engine(model, kv_config(memory="16MiB"), ScheduleConfig(max_num_seqs=4))
     requests = [
         GenerationRequest(prompt, params, request_id=str(i)) for i, prompt in enumerate(prompts)

@@ -25,7 +25,6 @@ POOLINGS = ("last", "mean")
 
 @cache
 def hidden_states(architecture):
-    """Prompts, and the last hidden states of Transformers of each."""
     model = zoo.build(architecture)
     base = model.model if model.base_model is model else model.base_model
     prompts = make_prompts(12, 40, seed=3)

@@ -64,13 +64,10 @@ ALLOW = (
 
 @dataclass(kw_only=True)
 class Run(Answers):
-    """Results of requests, by their ids."""
-
     engine: Engine
     reasons: list[str] = field(default_factory=list)
 
     def traces(self) -> dict[str, list]:
-        """Retained tokens of each request after every eviction."""
         return {
             name: [(k.num_computed, [lane.tolist() for lane in k.retained]) for k in found]
             for name, found in ((n, self.engine.eviction_trace(n)) for n in self.usages)
@@ -123,7 +120,6 @@ def run(
 
 
 def jobs_of(policies: dict[str, str], count: int = 1, longest: int = 90) -> dict:
-    """Prompts of ragged lengths, `count` for every policy."""
     prompts = iter(make_prompts(count * len(policies), longest, seed=11))
     return {
         f"{name} {number}": (next(prompts) + [7] * 20, policy)
@@ -134,7 +130,6 @@ def jobs_of(policies: dict[str, str], count: int = 1, longest: int = 90) -> dict
 
 @pytest.fixture(scope="module")
 def apart() -> Run:
-    """Every rule, each request alone in the memory."""
     return run(jobs_of(RULES), max_num_seqs=1)
 
 
@@ -810,7 +805,6 @@ def seen_under_recent(length: int) -> torch.Tensor:
 
 
 def seen_in_window(length: int) -> torch.Tensor:
-    """[query, key] of a layer with a sliding window, in which no rule evicts."""
     query, key = torch.arange(length)[:, None], torch.arange(length)
     return (key <= query) & (key > query - zoo.WINDOW_TOKENS)
 

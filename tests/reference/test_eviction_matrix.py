@@ -77,12 +77,10 @@ class Case:
 
     @property
     def text(self) -> str:
-        """The rule of the engine."""
         return self.with_cap(CAP)
 
     @property
     def anchors(self) -> dict[str, str]:
-        """Label to options, if requests have different anchors."""
         return ONE_ANCHOR if self.base else {}
 
     @property
@@ -241,7 +239,6 @@ def run_case(case: Case, evict: dict | None = None, *, traced: bool = False, **o
 
 @cache
 def together(case: Case) -> Run:
-    """All prompts in one batch: the run that others are compared with."""
     return run_case(case)
 
 

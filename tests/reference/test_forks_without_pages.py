@@ -48,7 +48,6 @@ def make_engine(memory: int, rule: str, codec: str, cap: int, **options: object)
 
 
 def peak_bytes(rule: str, codec: str) -> int:
-    """Need of the longest sequence without eviction."""
     engine = make_engine(1 << 22, rule, codec, NO_LOSS)
     need = Need(LENGTHS[-1] + NEW_TOKENS, LENGTHS[-1], engine.pool.eviction.spec)
     return engine.scheduler.peaks.peak_bytes(need)

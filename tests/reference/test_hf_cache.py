@@ -39,7 +39,6 @@ def build(name: str) -> PreTrainedModel:
 
 @contextmanager
 def cached(model: PreTrainedModel, *rule: object, **options: object) -> Iterator[QuireCache]:
-    """A cache whose memory is checked at the end."""
     with QuireCache(model, *rule, **options) as cache:
         yield cache
         memory_of(cache).check()

@@ -45,7 +45,6 @@ def path(tmp_path):
 
 @pytest.fixture
 def exported(path):
-    """A file with the KV of a prompt."""
     llm_of().export_kv(PROMPT, path)
     return path
 

@@ -27,13 +27,11 @@ ROW_TOKENS = len(LONG) + NEW_TOKENS
 
 @cache
 def model_of(name: str):
-    """A model with six layers or more."""
     return load(name, times=3)
 
 
 @cache
 def row_bytes(name: str, **options) -> int:
-    """Bytes of the KV of `ROW_TOKENS` tokens."""
     engine = Engine(model_of(name), kv_config(memory="16MiB", page_tokens=4, **options))
     groups = engine.pool.kv.memory.layout.groups
     return sum(group.bytes_at_most(ROW_TOKENS, 16) for group in groups)
@@ -59,7 +57,6 @@ def run(name, rows, requests, *, codec="none", evict="", offload="4MiB", schedul
 
 
 def check_ample(name, requests, logits, **options) -> None:
-    """Compare with logits of an engine with enough memory."""
     assert largest_difference(logits, run(name, 16, requests, offload=0, **options)[1]) <= 1e-4
 
 
@@ -70,7 +67,6 @@ def refuses(says, name, rows, requests, **options) -> str:
 
 
 def peak_offloaded_bytes(engine: Engine) -> int:
-    """Most bytes of KV in offload memory."""
     return engine.pool.offload.prefixes.pool.peak_bytes
 
 
@@ -326,7 +322,6 @@ def least(sizes, make, requests) -> Engine:
 
 
 def finish(engine, requests) -> Counter:
-    """Run requests; return the kinds of events and the reasons of preemptions."""
     found: Counter[str] = Counter()
 
     def note(event):

@@ -50,7 +50,6 @@ def model_of(name: str, device: str = "cpu"):
 
 @cache
 def row_bytes(name: str, codec: str = "none") -> int:
-    """Bytes of the KV of one sequence of `ROW_TOKENS` tokens."""
     engine = Engine(model_of(name), KVConfig(memory="16MiB", page_tokens=4, codec=codec))
     groups = engine.pool.kv.memory.layout.groups
     return sum(group.bytes_at_most(ROW_TOKENS, 16) for group in groups)
@@ -78,7 +77,6 @@ def run(name: str, rows: float, *, stream="4MiB", cancel=(), prompts=PROMPTS, **
 
 @cache
 def ample_memory_logits(name: str, codec: str = "none"):
-    """Logits of an engine with KV memory for all requests."""
     return run(name, 16, codec=codec, stream=0)[1]
 
 
@@ -92,7 +90,6 @@ def slow(*cases):
 
 
 def offloaded(engine: Engine) -> int:
-    """Number of offload events."""
     return len(engine.events.newest(["offloaded"]))
 
 
@@ -104,7 +101,6 @@ def assert_all_free(engine: Engine) -> None:
 
 
 def most_running(engine: Engine) -> int:
-    """Largest number of sequences with KV at the same time."""
     count = most = 0
     for event in engine.events.newest(["admitted", "freed"]):
         count += 1 if event.kind == "admitted" else -1
@@ -420,7 +416,6 @@ def test_options_without_effect_are_rejected(name, options, says):
 
 
 def min_bytes(name, says=r"of [\d,]+ B or more", **options) -> int:
-    """The number of bytes that an error expects."""
     with pytest.raises(ConfigError, match=says) as refused:
         engine_of(name, page_tokens=16, **options)
     return int(re.search(r"of ([\d,]+) B or more", str(refused.value))[1].replace(",", ""))

@@ -78,8 +78,6 @@ def test_evictions_with_alibi_equal_those_of_the_reference_backend(name, rule):
 
 
 class Reversed:
-    """Attention with the slopes of the heads in reverse order."""
-
     def __init__(self, attention):
         self._attention = attention
 

@@ -45,8 +45,6 @@ READ_FAST = PrefillRates(token_s=1e-12)
 
 
 class Rates:
-    """Costs that stay as they are."""
-
     def __init__(self, prefill, second_s=1.0):
         self.prefill, self.costs = prefill, self
         self.coefficients = (0.0, second_s)
@@ -103,7 +101,6 @@ def engine_of(name="qwen3", *, prefill=BOTH, token_s=1e-3, schedule=None, **opti
 
 
 def answer(engine, prompts=PROMPTS, **options):
-    """Answer prompts; logits and usages."""
     run = {name: options.pop(name) for name in ("cancel", "before_step") if name in options}
     found = engines.answer(engine, requests_of(prompts, NEW_TOKENS, **options), **run)
     return found.logits, found.usages
@@ -111,7 +108,6 @@ def answer(engine, prompts=PROMPTS, **options):
 
 @cache
 def plain(name="qwen3"):
-    """Logits without a tier."""
     return answer(engine_of(name))[0]
 
 
@@ -644,7 +640,6 @@ WITH_STATISTICS = [
 
 
 def answers(engine, prompts):
-    """Logits, and the retained sets after each eviction, by request."""
     logits, _ = answer(engine, prompts, record_evictions=True)
     return logits, {name: [repr(e) for e in engine.eviction_trace(name)] for name in prompts}
 

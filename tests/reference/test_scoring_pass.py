@@ -107,7 +107,6 @@ def engine_of(model: LoadedModel, evict: str = RULE, **kv: object) -> Engine:
 
 @pytest.fixture(params=[True, False], ids=["by layer", "by chunk"])
 def by_layer(request, monkeypatch):
-    """Whether prompts are computed layer by layer."""
     if not request.param:
         decoder = "quire.models.adapter.TransformersDecoder"
         monkeypatch.setattr(f"{decoder}.prepare_by_layer", lambda self: "for the test")

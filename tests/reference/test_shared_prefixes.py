@@ -57,7 +57,6 @@ def shared(server, **options):
 
 
 def write(server, prompts=PROMPTS, **options):
-    """An engine that has written the prefixes of its prompts, and is closed."""
     engine = engine_of(**shared(server, **options))
     answer(engine, prompts)
     engine.close()
@@ -69,8 +68,6 @@ def reader_of(server, **options):
 
 
 class Longest:
-    """The time of the longest step of an engine."""
-
     def __init__(self, engine):
         self.seconds, self._step, engine.step = 0.0, engine.step, self
 
@@ -174,7 +171,6 @@ def test_three_tiers_spill_in_order_and_another_engine_finds_the_remote_ones(ser
 
 
 def damage(server):
-    """Flip a bit of every chunk."""
     client = redis.Redis(port=server.port)
     for name in client.scan_iter(f"{PREFIX}:*:*"):
         if client.type(name) != b"hash" or name.endswith(b":sizes"):

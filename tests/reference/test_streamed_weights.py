@@ -53,7 +53,6 @@ def engine_of(model, objective="latency", steps=STEPS, **kv):
 
 
 def run(model, *, cancel=(), prompts=PROMPTS, **options):
-    """Generate for all prompts; return engine and logits by request."""
     engine = engine_of(model, **options)
     return engine, answer(engine, requests_of(prompts, NEW_TOKENS), cancel=cancel).logits
 
@@ -62,7 +61,6 @@ RESIDENT: dict[str, dict] = {}
 
 
 def resident(name: str, **options):
-    """Logits with all weights on the device."""
     key = f"{name} {options}"
     if key not in RESIDENT:
         RESIDENT[key] = run(load(name, times=3, impl="transformers"), **options)[1]

@@ -71,7 +71,6 @@ def stacked(logits) -> Logits:
 
 
 def short_context(name: str, tokens: int) -> LoadedModel:
-    """A model with a smaller declared context."""
     model = load(name)
     return replace(model, spec=replace(model.spec, max_positions=tokens))
 

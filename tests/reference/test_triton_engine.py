@@ -21,7 +21,6 @@ def model():
 
 
 def generated(attention, **kv):
-    """Tokens and number of evicted tokens of a short prompt."""
     llm = LLM(model(), kv=KVConfig(memory="1MiB", attention=attention, **kv), verify=False)
     (out,) = llm.generate([PROMPT], greedy(3))
     assert llm.engine.pool.kv.backend.name == attention

@@ -20,7 +20,6 @@ PATIENCE_S = 400.0
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """A server with two engines."""
     with ray_server(tmp_path_factory.mktemp("two"), "2", "--shutdown-timeout=20") as server:
         yield server
 
@@ -32,7 +31,6 @@ def client(server):
 
 
 async def complete(source, number, max_tokens=24):
-    """The text of one completion."""
     found = await source.completions.create(
         prompt=f"<|doc|>Story {number}", max_tokens=max_tokens, seed=number, **SAMPLING
     )

@@ -71,7 +71,6 @@ def send(serve):
 
 @pytest.fixture
 def get(send):
-    """Read one path of a new application."""
     return lambda path, headers=None, **options: send(
         ("GET", path, {"headers": headers}), **options
     )[0]
@@ -79,8 +78,6 @@ def get(send):
 
 @pytest.fixture
 def post(send):
-    """Send one body to a new application."""
-
     def one(path, **body):
         content = json.dumps(body)  # ASCII: httpx cannot encode a lone surrogate
         return send(("POST", path, {"content": content, "headers": JSON}))[0]
@@ -90,13 +87,11 @@ def post(send):
 
 @pytest.fixture
 def complete(post):
-    """The body of a completion that must succeed."""
     return lambda **body: ok(post(COMPLETIONS, **{"prompt": PROMPT, "max_tokens": 4} | body))
 
 
 @pytest.fixture
 def chat(post):
-    """The body of a chat that must succeed."""
     return lambda **body: ok(post(CHATS, **{"messages": [USER], "max_tokens": 4} | body))
 
 
@@ -116,7 +111,6 @@ def stream(post):
 
 
 def ok(response):
-    """The JSON of a response that must succeed."""
     assert response.status_code == 200, response.text
     return response.json()
 

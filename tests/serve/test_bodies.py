@@ -96,7 +96,6 @@ PAD = "x" * MAX_INLINE_BYTES
 
 @pytest.fixture
 def readers(monkeypatch):
-    """Names of the threads that parse and validate bodies."""
     seen = []
 
     def recording(work):
@@ -113,7 +112,6 @@ def readers(monkeypatch):
 
 @pytest.fixture
 def post_all(send):
-    """Send several contents to one new application."""
     return lambda path, *contents: send(
         *(("POST", path, {"content": content, "headers": JSON}) for content in contents)
     )

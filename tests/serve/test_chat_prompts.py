@@ -34,14 +34,11 @@ TOOL = {"name": "weather", "parameters": SCHEMA}
 
 @pytest.fixture
 def template(llm, monkeypatch):
-    """Set the chat template of the model."""
     return lambda text: monkeypatch.setattr(llm.model.tokenizer, "chat_template", text)
 
 
 @pytest.fixture
 def text_of(post, llm):
-    """The prompt of a chat, by /tokenize."""
-
     def tokenize(messages, **options):
         body = ok(post("/tokenize", messages=messages, **options))
         return llm.model.tokenizer.decode(body["tokens"])
@@ -71,7 +68,6 @@ def counted(post):
 
 @pytest.fixture
 def length(post):
-    """The number of tokens of a text."""
     return lambda text: post("/tokenize", prompt=text).json()["count"]
 
 

@@ -20,7 +20,6 @@ from serve.conftest import PATIENCE_S, wait_until
 
 @contextmanager
 def running_server(llm):
-    """A server in a thread; yields its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(create_app(llm), log_level="warning"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

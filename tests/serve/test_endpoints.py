@@ -199,7 +199,6 @@ TEXTS = ["<|doc|>Once upon a time", "<|doc|>The king"]
 
 @pytest.fixture
 def embed(post):
-    """The vectors of a response that must succeed."""
     return lambda **body: [one["embedding"] for one in ok(post(EMBEDDINGS, **body))["data"]]
 
 

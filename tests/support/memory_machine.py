@@ -160,7 +160,6 @@ class MemoryMachine(RuleBasedStateMachine):
         self.grow(dict.fromkeys(self.rows, 1))
 
     def grow(self, counts):
-        """Grow rows in steps that end at the ends of chunks."""
         while True:
             left = {row: CHUNK - self.rows[row].length % CHUNK for row in counts}
             if not self.grow_once({row: min(n, left[row]) for row, n in counts.items()}):
@@ -438,7 +437,6 @@ class MemoryMachine(RuleBasedStateMachine):
         return records
 
     def restore_in_place(self, snapshot):
-        """Overwrite the pages of a snapshot, and restore them from its byte record."""
         records = SnapshotRecords(self.memory, SHARED_TOKENS)
         record = self.stored_elsewhere(records.gather(replace(BLOCK, end=snapshot.end), snapshot))
         for name, numbers in snapshot.pages.items():
@@ -465,7 +463,6 @@ class MemoryMachine(RuleBasedStateMachine):
         self.swapped.append((swapped, [self.rows.pop(row) for row in rows]))
 
     def distinct_pages(self, page_class, rows):
-        """The number of distinct pages of a class that these rows reference."""
         tables = [t for t in self.memory.tables.values() if t.group.page_class == page_class]
         named = np.concatenate([table.pages[rows].reshape(-1) for table in tables])
         return len(set(named[named >= 0].tolist()))
@@ -648,7 +645,6 @@ class MemoryMachine(RuleBasedStateMachine):
         tokens.update(zip(positions.tolist(), rows_of_bytes(planes), strict=True))
 
     def positions(self, name, row, lane):
-        """The positions stored in the slots of a lane."""
         table = self.memory.tables[name]
         per_page, slots = table.group.page_class.tokens, np.arange(table.num_slots[row, lane])
         places = table.pages[row, lane, slots // per_page], slots % per_page

@@ -7,6 +7,5 @@ from quire.policies.signatures import context
 
 
 def without_native_selection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let policies select with NumPy."""
     for module in (choose, context, kvcrush):
         monkeypatch.setattr(module, "native_selection", lambda: None)

@@ -59,7 +59,6 @@ def make(
 
 
 def poison(kv):
-    """Fill all staging with NaN."""
     prefixes = kv.offload.prefixes
     prefixes.use.clear()  # its staging pages are overwritten
     for row in prefixes.rows:

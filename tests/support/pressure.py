@@ -34,8 +34,6 @@ TENANTS = ("a", "b")
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt with its sampling options, priority and tenant."""
-
     prompt: list[int]
     params: SamplingParams
     priority: int
@@ -99,7 +97,6 @@ def _takes_all(model: LoadedModel, size: int) -> bool:
 
 
 def submit(engine: Engine, job: Job, request_id: str) -> None:
-    """Submit a job."""
     own = {"request_id": request_id, "priority": job.priority, "tenant": job.tenant}
     engine.submit(GenerationRequest(job.prompt, job.params, **own))
 
@@ -255,7 +252,6 @@ class Watched:
         self.swapped_out += event.kind == "swapped_out"
 
     def step(self) -> None:
-        """Run a step and check all invariants after it, also if it failed."""
         try:
             deltas = self.engine.step()
         finally:
@@ -286,7 +282,6 @@ class Watched:
 
 
 def drive(watched: Watched, jobs: list[Job], seed: int, *, cancelled: float = 0.1) -> None:
-    """Submit jobs at random steps and cancel a fraction of them."""
     rng = random.Random(seed)
     waiting = [(f"r{i}", job) for i, job in enumerate(jobs)]
     rng.shuffle(waiting)

@@ -86,7 +86,6 @@ class ThreadGroup:
 
 
 def on_ranks(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
-    """Run a function on every rank; return the results in the order of the ranks."""
     meeting = Meeting(size)
     results: list[T | None] = [None] * size
     errors: list[BaseException] = []
@@ -152,7 +151,6 @@ class Threads:
             channel.close()
 
     def end(self) -> None:
-        """End the threads; raise the error that ended one of them."""
         self.close()
         self.meeting.barrier.abort()
         for thread in self.threads:

@@ -28,7 +28,6 @@ _NAME = re.compile(r'quire_kv_memory_bytes{replica="(\w+)"')
 
 
 def require_ray():
-    """Skip the tests of a module without Ray."""
     missing = "Ray is not installed: pip install 'quire-llm[ray,serve]'"
     pytest.importorskip("pyarrow", reason=missing)
     if not any(os.path.isdir(os.path.join(path, "ray", "serve")) for path in sys.path):
@@ -36,7 +35,6 @@ def require_ray():
 
 
 def python(*arguments, **options):
-    """Start Python in a process."""
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -73,7 +71,6 @@ class RayServer:
             )
 
     def replicas(self):
-        """Names of the engines that run."""
         with suppress(httpx.TransportError):
             return set(_NAME.findall(httpx.get(f"{self.url}/metrics", timeout=20).text))
         return set()
@@ -90,7 +87,6 @@ class RayServer:
             time.sleep(0.1)
 
     def kill_engine(self):
-        """Kill the process of one engine, as a crash or the system would."""
         family = psutil.Process(self.process.pid).children(recursive=True)
         engines = [found for found in family if found.cmdline()[:1] == [_ENGINE]]
         engines = engines or [found for found in family if _ENGINE in " ".join(found.cmdline())]

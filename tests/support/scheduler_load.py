@@ -171,7 +171,6 @@ class RetainsNewest(Evictor):
 def make_scheduler(
     memory: KVMemory, config: ScheduleConfig, evictor: Evictor | None = None
 ) -> Scheduler:
-    """A scheduler without a prefix cache, swap space or offloading."""
     return scheduler_of(config, SequenceMemory(memory), evictor)
 
 
@@ -388,7 +387,6 @@ class SchedulerLoad:
             assert not atomic or members[0].group is group
 
     def cancel(self, pick: int) -> None:
-        """Cancel one unfinished request, in any state."""
         key = sorted(self.requests)[pick % len(self.requests)]
         self.scheduler.finish(self.requests.pop(key))
 
@@ -562,7 +560,6 @@ class SchedulerLoad:
             assert held == distinct_bytes(self.memory, [r.memory.row for r in running])
 
     def drain(self) -> None:
-        """Run until all requests finish; check that only cached prefixes remain."""
         idle_steps, limit = 0, self.num_steps + self._step_limit()
         while self.scheduler.has_work:
             idle_steps = 0 if self.step() else idle_steps + 1

@@ -33,5 +33,4 @@ def request(line, arrival_s, prompt, output, *, tenant="default", shared=()):
 
 
 def trace(*requests):
-    """These requests as a trace."""
     return Trace(name="by hand", format="test", requests=requests)

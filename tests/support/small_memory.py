@@ -62,7 +62,6 @@ def with_groups(*groups, total_bytes=64 * 1024, max_rows=4):
 
 
 def grow(memory, row, tokens):
-    """Grow one row without writing its tokens."""
     memory.grow(np.array([row]), np.array([tokens], dtype=np.int32))
 
 
@@ -82,7 +81,6 @@ def mask(*lanes):
 
 
 def drop_pages(memory, row, columns, *, lane=0, name="kv"):
-    """Evict whole pages of one lane."""
     table = memory.tables[name]
     slots = np.arange(table.num_slots[row].max())
     keep = np.ones((table.group.num_lanes, len(slots)), dtype=bool)
@@ -100,7 +98,6 @@ def write_lane(memory, row, lane, *, name="kv"):
 
 
 def places(table, row, lane):
-    """Pages and offsets of a lane's slots."""
     per_page = table.group.page_class.tokens
     slots = np.arange(table.num_slots[row, lane])
     return table.pages[row, lane, slots // per_page], slots % per_page

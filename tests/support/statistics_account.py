@@ -110,7 +110,6 @@ def step(kv, chunks, math=MATH, *, chained=False):
 
 
 def evict(kv, row, keep):
-    """Compact a row to `keep` [lanes, slots] of the full group."""
     commit_compaction(kv.memory, plan_compaction(kv.memory, "full", row, keep))
     held = kv.memory.tables["full"].num_slots[row]
     for group in kv.memory.layout.followers_of("full"):
@@ -155,7 +154,6 @@ class Account:
                 values[cached] = values.get(cached, 0.0) + value
 
     def forget(self, positions):
-        """Evict tokens and their statistics."""
         self.cached = [cached for cached in self.cached if cached not in positions]
         for values in self.numbers.values():
             for position in positions:
@@ -168,5 +166,4 @@ class Account:
 
 
 def accounts(sequence, math=MATH):
-    """Accounts of all lanes of a view, layer-major."""
     return [Account(sequence, layer, head, math) for layer in FULL_LAYERS for head in range(2)]

@@ -71,7 +71,6 @@ def load_streamed(
 
 
 def poison(link) -> None:
-    """Fill each slot with NaN before a layer is loaded into it."""
     prefetch = link.prefetch
 
     def poisoned(layer: int, slot: int) -> None:

@@ -36,7 +36,6 @@ def _of(kind: str, shape: dict = _SHAPE, **options: object) -> Callable[[], PreT
 
 
 def _kinds(first: str, second: str = "full_attention", times: int = 1) -> dict[str, object]:
-    """Layers of two kinds in turn."""
     return {"layer_types": [first, second] * times, "num_hidden_layers": 2 * times}
 
 
@@ -271,7 +270,6 @@ def build(
 
 
 def save(name: str, folder: str | Path, seed: int = 0, **options: object) -> Path:
-    """Write `build(name, seed)` in Hugging Face format; options go to save_pretrained."""
     build(name, seed).save_pretrained(folder, **options)
     return Path(folder)
 

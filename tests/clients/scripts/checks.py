@@ -21,7 +21,6 @@ def check(function: Check) -> Check:
 
 
 def run() -> None:
-    """Run all checks; the exit status is 1 if one fails."""
     failed = 0
     for function in _CHECKS:
         started_s, error = time.monotonic(), ""

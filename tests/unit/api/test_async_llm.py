@@ -26,13 +26,11 @@ def model():
 
 @pytest.fixture
 def engine(request, model):
-    """An engine with the number of rows that a test may name."""
     schedule = ScheduleConfig(max_num_seqs=getattr(request, "param", 64))
     return Engine(model, KVConfig(memory="96KiB", page_tokens=8), schedule)
 
 
 def run(main):
-    """Run a coroutine; a test that hangs fails."""
     return asyncio.run(asyncio.wait_for(main, PATIENCE_S))
 
 

@@ -41,7 +41,6 @@ def tokens_of(llm: LLM, prompts: Sequence[str | list[int]], **options: object) -
 
 
 def children() -> set[int]:
-    """Process ids of the ranks of this process."""
     own, found = os.getpid(), set()
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:

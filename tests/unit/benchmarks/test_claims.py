@@ -37,7 +37,6 @@ PAGE = "# Page\n\nIt takes 0.36 of\nthe time and 75.5 MB. There is a limit of 5 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout whose claims agree."""
     (tmp_path / "docs/results").mkdir(parents=True)
     (tmp_path / "runs").mkdir()
     (tmp_path / "docs/claims.toml").write_text(REGISTRY)

@@ -45,7 +45,6 @@ TINY_COST = CostConfig(model="tiny", others=(), cap=32, every=4, rows=2, repeats
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Smaller sizes than those of `--quick`."""
     cost = OverheadConfig(model="tiny", rows=2, prompt_tokens=48, new_tokens=8, cap=32, every=4)
     monkeypatch.setattr(kvcrush, "QUICK_KVCRUSH", cost)
     pair = EvictionBenchConfig(cost=TINY_COST, ready=TINY_COST)

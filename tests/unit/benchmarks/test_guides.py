@@ -48,7 +48,6 @@ SMALL_STEP = LayerBatchesConfig(
 
 
 def pages_of(memory, requests=SMALL_MAP.requests):
-    """Owners and states of the pages, in the order of addresses."""
     owner, state, _ = read_pages(memory, range(requests)).in_order()
     return owner, state
 

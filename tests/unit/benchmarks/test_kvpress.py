@@ -359,7 +359,6 @@ def output(worker, *arguments, **options):
 
 
 def token_bytes(model):
-    """Bytes of a token in the cache of all layers."""
     cache = DynamicCache()
     model(torch.tensor([PROMPT]), past_key_values=cache)
     return stored_bytes(cache) // len(PROMPT)

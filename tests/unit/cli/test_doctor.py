@@ -275,7 +275,6 @@ def test_cpu_features_are_read_on_x86_and_arm():
 
 
 def cache_model(hub: Path, name: str, files: dict[str, str]) -> None:
-    """A model in the cache of huggingface_hub."""
     folder = hub / f"models--{name.replace('/', '--')}"
     snapshot = folder / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)

@@ -48,7 +48,6 @@ def shown(command: str, flag: str) -> str:
 
 
 def flags(text: str) -> list[str]:
-    """The first flag of every row."""
     return re.findall(r"^│[ *]{1,4}(--[a-z][a-z-]*)", text, re.MULTILINE)
 
 

@@ -226,13 +226,11 @@ seen: list[tuple[Settings, str | None]] = []
 def show(
     settings: Settings, *, extra: Annotated[str | None, typer.Option(help="Its own.")] = None
 ) -> None:
-    """Record the settings."""
     seen.append((settings, extra))
 
 
 @with_settings(MODEL, KV)
 def show_fewer(settings: Settings) -> None:
-    """Record fewer settings."""
     seen.append((settings, None))
 
 

@@ -22,7 +22,6 @@ def simulate(*arguments):
 
 @pytest.fixture(autouse=True)
 def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """No profile."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 

@@ -525,8 +525,6 @@ def exact_model():
 
 @st.composite
 def works(draw):
-    """Requests and the options of an engine."""
-
     def pick(*values):
         return draw(st.sampled_from(values))
 
@@ -622,7 +620,6 @@ class Reads:
 
 
 def decoding_engine(architecture, reads, options, **kv):
-    """An engine on the device whose requests have been prefilled."""
     model = dataless(architecture)
     config = kv_config(memory="4MiB", page_tokens=4, **kv)
     engine = Engine(model, config, ScheduleConfig(max_num_seqs=64, max_num_batched_tokens=1024))
@@ -671,7 +668,6 @@ def with_cap(rule):
 
 
 def evicting_engine(rule, rows, reads, monkeypatch):
-    """An engine on the device with rows that are at their cap."""
     monkeypatch.setattr(decisions, "start_read", lambda numbers: lambda: numbers_of(numbers))
     engine = decoding_engine("llama", reads, [OPTIONS["greedy"]] * rows, evict=with_cap(rule))
 
@@ -695,8 +691,6 @@ def test_step_that_evicts_waits_once_for_its_tokens(name, monkeypatch):
 
 
 class CountsOperations(TorchDispatchMode):
-    """Counts tensor operations."""
-
     def __init__(self):
         super().__init__()
         self.count = 0

@@ -69,7 +69,6 @@ def attended_most(name, rule):
 
 
 def kept_by_engine(engine, rule):
-    """Cached positions after the prompt."""
     engine.submit(GenerationRequest(PROMPT, greedy(3)))
     while engine.has_work:
         engine.step()

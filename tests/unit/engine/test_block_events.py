@@ -158,8 +158,6 @@ def blocks_of(batches):
 
 
 def chains(stored):
-    """The tokens of every stored prefix from position 0."""
-
     def tokens_to(key):
         return [] if key is None else tokens_to(stored[key][0]) + stored[key][1]
 

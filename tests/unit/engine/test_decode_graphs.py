@@ -37,7 +37,6 @@ def model(plain_linears):
 
 
 def engine_of(model, capture=None, *, memory="4MiB", max_num_seqs=6, **kv):
-    """An engine with the test backend; with graphs if `capture` is given."""
     schedule = ScheduleConfig(
         max_num_seqs=max_num_seqs, chunk_tokens=16, admission="optimistic", preempt="recompute"
     )
@@ -50,7 +49,6 @@ def engine_of(model, capture=None, *, memory="4MiB", max_num_seqs=6, **kv):
 
 
 def finish(engine, *tokens):
-    """Run requests of three prompt tokens to their ends."""
     for count in tokens:
         engine.submit(GenerationRequest([5, 6, 7], engines.greedy(count)))
     while engine.has_work:
@@ -74,7 +72,6 @@ def outputs(engine, prompts, **options):
 
 
 def compare(model, capture, prompts, *, options=None, **kv):
-    """Run the prompts with and without graphs; return the counters of the graphs."""
     expected = outputs(engine_of(model, **kv), prompts, **(options or {}))
     engine = engine_of(model, capture, **kv)
 

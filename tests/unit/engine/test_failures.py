@@ -38,7 +38,6 @@ def submit_beams(engine: Engine) -> None:
 
 
 def finish(engine: Engine, tokens: dict[str, list[int]]) -> dict[str, str]:
-    """Run to the end, adding to `tokens`; return the error texts of failed requests by id."""
     errors = {}
     while engine.has_work:
         for delta in engine.step():

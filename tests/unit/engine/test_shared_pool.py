@@ -33,7 +33,6 @@ def expected():
 
 
 def make_engines(models, total="96KiB", guaranteed=("20KiB", "72KiB"), **options):
-    """Make a shared pool and an engine of each model in it."""
     pool = SharedPool(total, slab_bytes=4 * KIB)
     schedule, kv = ScheduleConfig(max_num_seqs=12, chunk_tokens=16), replace(KV, **options)
     return pool, {
@@ -60,7 +59,6 @@ def step(pool, engine, outputs):
 
 
 def run(pool, members, outputs, steps=None, all_members=None):
-    """Step the engines round-robin; check after every step that all bytes are accounted for."""
     rounds = 0
     while any(engine.has_work for engine in members.values()) and rounds != steps:
         for name, engine in members.items():

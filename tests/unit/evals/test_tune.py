@@ -43,7 +43,6 @@ def test_space_has_the_baseline_first_and_every_combination_once():
 
 
 def alone(one):
-    """Candidates without parts."""
     return ()
 
 

@@ -108,7 +108,6 @@ RANDOM_CASES += ["criticalkv:base=h2o", "random:sinks=1", "kvcrush:", "lagkv:sin
 
 
 def filled_rows(text, rng):
-    """An engine with rows of equally many tokens, and its evictor."""
     evict = f"{text}{'' if text.endswith(':') else ','}cap=64,every=8"
     config = kv_config(memory="4MiB", page_tokens=int(rng.choice([1, 4, 16])), evict=evict)
     engine = Engine(engines.load("llama"), config)
@@ -282,8 +281,6 @@ LANES = LAYERS * HEADS
 
 
 class Vectors:
-    """Keys and values of some lanes."""
-
     def __init__(self, lanes):
         self._lanes = lanes
 
@@ -295,7 +292,6 @@ class Vectors:
 
 
 def own_lanes(rank, size):
-    """Numbers of a rank's lanes among those of all ranks."""
     heads = HEADS // size
     first = rank * heads
     return torch.arange(LANES).view(LAYERS, HEADS)[:, first : first + heads].flatten()

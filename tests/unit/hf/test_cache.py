@@ -178,7 +178,6 @@ ARCHITECTURES = ("llama", "gemma3", "gpt2", "phi3_longrope")
 
 
 def state(model: PreTrainedModel) -> dict[str, object]:
-    """All state of a model that wrapping could change."""
     attributes = {
         f"{name}.{key}": copied(value)
         for name, module in model.named_modules()
@@ -190,7 +189,6 @@ def state(model: PreTrainedModel) -> dict[str, object]:
 
 
 def copied(value: object) -> object:
-    """A comparable copy of a value."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     return dict(value) if isinstance(value, dict) else value

@@ -485,8 +485,6 @@ Colour = Literal["red", "green"]
 
 @dataclass(frozen=True, kw_only=True)
 class Paint:
-    """A config dataclass."""
-
     colour: Colour = option("red", help="its colour", flag="paint-colour")
     coats: int | None = option(None, help="layers of it")
     can: MaybeSize = option("auto", help="size of the can", parse=parse_size_or("auto"))

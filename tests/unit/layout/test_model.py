@@ -39,14 +39,12 @@ def without(config, *keys, **changes):
 
 
 def built(config, kind=AutoModelForCausalLM):
-    """The model of Transformers without its weights, and the number of its parameters."""
     with torch.device("meta"):
         model = kind.from_config(config)
     return model, sum(parameter.numel() for parameter in model.parameters())
 
 
 def written_of(config, kind=None):
-    """A config as it is written to a file."""
     written = json.loads(config.to_json_string(use_diff=False))
     return {"model_type": kind} | written if kind else written
 

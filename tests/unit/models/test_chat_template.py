@@ -95,8 +95,6 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def render(tokenizer: PreTrainedTokenizerBase):
-    """Render messages with a template."""
-
     def run(template, messages, content_format="auto", **options):
         tokenizer.chat_template = template
         return ChatTemplate(tokenizer, content_format).render(messages, **options)
@@ -105,7 +103,6 @@ def render(tokenizer: PreTrainedTokenizerBase):
 
 
 def content_of(text, split):
-    """A content as a text, or as a list of parts."""
     texts = [text] if split == 1 else [text[:2], text[2:]]
     return [{"type": "text", "text": one} for one in texts if one] if split else text
 

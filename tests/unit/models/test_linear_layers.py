@@ -295,8 +295,6 @@ def test_one_dnn_computes_products_where_it_is_faster_with_amx(
 
 
 class RecordingActivation(nn.Module):
-    """An activation that records the shapes of its inputs."""
-
     def forward(self, values):
         self.shapes = [*getattr(self, "shapes", []), tuple(values.shape)]
         return values.exp()
@@ -368,7 +366,6 @@ needs_products = pytest.mark.skipif(
 
 
 def decode_weights(model: PreTrainedModel, codec: str) -> PreTrainedModel:
-    """Replace the weights of a plain model by those that a codec stores."""
     head, kept = output_head(model), read_projections(model)
     for module in list(model.modules()):
         if module in kept:
@@ -385,7 +382,6 @@ def decode_weights(model: PreTrainedModel, codec: str) -> PreTrainedModel:
 
 
 def plain_weight_names(model: nn.Module) -> set[str]:
-    """Names of matrices that are not packed."""
     return {name for name, parameter in model.named_parameters() if parameter.ndim > 1}
 
 

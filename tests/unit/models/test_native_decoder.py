@@ -125,7 +125,6 @@ def forward(
 
 
 def changed(name: str, value: object) -> nn.Module:
-    """A model with another module, or another value in its config."""
     model = zoo.build("wide_llama")
     if isinstance(value, nn.Module):
         model.set_submodule(name, value)
@@ -221,7 +220,6 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def windows_folder(tmp_path_factory):
-    """A model whose first layer attends to all tokens, and whose other layers have a window."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(2)

@@ -202,7 +202,6 @@ def blocks(model):
 
 
 def logits_and_cosines(decoder, *, wants=True):
-    """Logits of the last token, and residual similarities by layer."""
     (tokens,), recorder = sequences(11, vocab_size=zoo.VOCAB_SIZE), Recorder(range(11), wants=wants)
     logits = decoder.forward(tokens, torch.arange(11), torch.tensor([10]), recorder)
     return logits, recorder.cosines
@@ -267,7 +266,6 @@ def projections_of(decoder) -> OutputProjections:
 
 
 def drawn(spec, layers=(0, 1), each=1) -> torch.Tensor:
-    """Values of five slots of each lane."""
     heads = spec.heads[layers[0]]
     lanes = len(layers) * heads.kv_heads * each
     return torch.randn(lanes, 5, heads.value_dim, generator=torch.Generator().manual_seed(1))

@@ -48,7 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def live_tensor_bytes() -> int:
-    """Bytes of all tensors, overlapping ones counted once."""
     gc.collect()
     kinds = torch.Tensor, torch.nn.Parameter
     tensors = [x for x in gc.get_objects() if type(x) in kinds and x.device.type == "cpu"]

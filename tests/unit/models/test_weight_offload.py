@@ -23,8 +23,6 @@ CPU = torch.device("cpu")
 
 
 class Layers(nn.Module):
-    """Numbered linear layers, run one after the other."""
-
     def __init__(self, count: int, width: int = 8) -> None:
         super().__init__()
         torch.manual_seed(0)

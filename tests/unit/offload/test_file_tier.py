@@ -365,7 +365,6 @@ def start_writer(folder, seed, count):
 
 
 def check_written(folder):
-    """Check that a tier has entries, all complete."""
     with closing(FileTier(folder, 6 * MIB)) as tier:
         assert tier.names()
         tier.check()

@@ -226,7 +226,6 @@ class PrefixTierMachine(RuleBasedStateMachine):
                 self.memory.store.write_slots(page_class, slots, planes, None)
 
     def check_row(self, row, tokens):
-        """Check that every slot of a row encodes the token at its position."""
         self.memory.store.poison_free(self.memory)
         for table in self.memory.tables.values():
             for lane in range(table.group.num_lanes):

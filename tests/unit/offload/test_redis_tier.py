@@ -29,7 +29,6 @@ def tier_of(url, namespace="n", **options):
 
 
 def check_works(tier):
-    """Check that a tier stores, and close it."""
     tier.write("a", b"1")
     assert read(tier, "a", 1) == b"1"
     tier.close()
@@ -37,7 +36,6 @@ def check_works(tier):
 
 @pytest.fixture
 def new_server():
-    """Starts servers, which end with the test."""
     with ExitStack() as stack:
         yield lambda *options, **other: stack.enter_context(closing(start_redis(*options, **other)))
 
@@ -232,7 +230,6 @@ def head_of(client, key, change):
 
 
 def copy_other(client, key):
-    """Replace an entry by another one of its store."""
     store = key.rpartition(":")[0]
     others = [f"{store}:{name.decode()}" for name in client.zrange(store, 0, -1)]
     client.copy(next(other for other in others if other != key), key, replace=True)

@@ -90,7 +90,6 @@ CPU = torch.device("cpu")
 
 
 def on_ranks(folder, size, work, timeout_s=60.0):
-    """Run a function in a thread for each rank; return the results."""
     meeting = threading.Barrier(size)
     options = {"rendezvous": folder / "rendezvous", "timeout_s": timeout_s}
 

@@ -391,8 +391,6 @@ def test_division_equals_a_plain_loop(given_layers):
 
 @dataclass(frozen=True)
 class ByAttention(SinksAndRecent):
-    """Scores a slot by its accumulated attention."""
-
     def score(self, view):
         return view.statistic(AttentionSum())
 

@@ -272,14 +272,11 @@ VIEW = KVView(torch.tensor([[0, 1, 2, 3], [1, 2, 3, -1]]), next_position=4)
 
 
 def both_lanes(tokens):
-    """This number of tokens in both lanes."""
     return torch.full((2,), tokens)
 
 
 @dataclass(frozen=True)
 class Masked(EvictionPolicy):
-    """Returns a given mask."""
-
     make_mask: object
 
     def select(self, view, keep, piece_tokens=1):
@@ -288,8 +285,6 @@ class Masked(EvictionPolicy):
 
 @dataclass(frozen=True)
 class Scored(ScorePolicy):
-    """Returns given scores, and protects the first slots."""
-
     scores: torch.Tensor
     num_protected: int = 0
 
@@ -344,7 +339,6 @@ class Unchecked(Eviction):
 
 
 def submit_with_policy(engine, policy):
-    """Submit a request with a policy that is not registered."""
     engine.submit(GenerationRequest([3] * 40, engines.greedy(), request_id="long"))
     [request] = engine.scheduler.waiting.of_tenant("default")
     spec, text = request.eviction.spec, request.spec.evict
@@ -359,7 +353,7 @@ def submit_with_policy(engine, policy):
         (lambda view, keep: view.positions.double(), "got torch.float64"),
         (lambda view, keep: view.live.tolist(), "got a list"),
         (lambda view, keep: view.positions[7], "policy Masked raised IndexError: "),
-        (lambda view, keep: {}["key"], "raised KeyError: 'key' (test_policies.py, line "),
+        (lambda view, keep: {}["key"], "raised KeyError: 'key' (test_conformance.py, line "),
     ],
     ids=["count", "shape", "type", "list", "torch error", "python error"],
 )
@@ -383,8 +377,6 @@ def test_invalid_mask_fails_only_its_request(make_mask, hint):
 
 @dataclass(frozen=True)
 class ModifiesView(Recent):
-    """Modifies its view."""
-
     def score(self, view):
         score = super().score(view)
         view.positions.clamp_(max=3)
@@ -433,7 +425,6 @@ MANY_SCORES = st.floats(-1e6, 1e6, width=32)
 
 @st.composite
 def lanes(draw, max_slots=12):
-    """Scores, live and protected slots of some lanes."""
     width = draw(st.integers(1, max_slots))
     scores = draw(st.sampled_from([FEW_SCORES, MANY_SCORES]))
     drawn = []
@@ -547,8 +538,6 @@ def test_too_many_protected_pieces_are_refused_with_both_numbers():
 
 
 class LayerScores(ScorePolicy):
-    """Given scores; one set for the heads of a layer."""
-
     scope = LAYER
 
     def __init__(self, scores):

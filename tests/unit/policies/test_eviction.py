@@ -37,8 +37,6 @@ LANES = LaneShape(num_layers=4, heads=2, page_tokens=16, page_bytes=16 * 1024)
 
 @dataclass(frozen=True)
 class FirstSlots(EvictionPolicy):
-    """A rule without scores that retains the first slots."""
-
     def select(self, view, keep, piece_tokens=1):
         return view.live & (view.live.cumsum(dim=1) <= keep[:, None])
 
@@ -400,8 +398,6 @@ def test_pieces_require_a_cap_with_their_edges():
 
 @dataclass(frozen=True)
 class GivenScores(ScorePolicy):
-    """Given scores; first and newest slots protected."""
-
     scores: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
     sinks: int = 0
     recent: int = 0

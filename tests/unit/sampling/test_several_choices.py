@@ -70,7 +70,6 @@ def run_single(model, seed, **options):
 
 
 def steps_of(engine, params):
-    """Deltas of each step."""
     engine.submit(GenerationRequest(PROMPT, params, request_id="r"))
     return [engine.step() for _ in iter(lambda: engine.has_work, False)]
 
@@ -226,7 +225,6 @@ def test_only_the_partly_filled_page_is_copied(llama):
 
 
 def cancelled(engine, params, after_steps, *index):
-    """The output of a request that is cancelled, or one of its choices, after some steps."""
     engine.submit(GenerationRequest(PROMPT, params, request_id="r"))
     deltas = [delta for _ in range(after_steps) for delta in engine.step()]
     engine.cancel("r", *index)

@@ -77,7 +77,6 @@ END = HttpPart(body=b"", is_last=True)
 
 
 def post(replicas, path="/v1/completions", body=None, *, keys=None, headers=(), retries=2):
-    """Send one request; return (status, headers, body)."""
     client = DisconnectingClient(path, {"prompt": "a"} if body is None else body)
     client.scope["headers"] += list(headers)
     gateway = Gateway(replicas, keys or TenantKeys(), retries=retries, block_words=4)

@@ -194,7 +194,6 @@ OF_ONE_RUN = (
 
 
 def without_times(record):
-    """A record without the fields that differ between two runs."""
     body = (record.get("response") or {}).get("body") or {}
     body.pop("created", None)
     for usage in (record.get("usage"), body.get("usage")):

@@ -22,7 +22,6 @@ ALL_BATCHERS = [*BATCHERS, "baton_pd:prefill=sync", "baton_pd:hold=host", "pd:ah
 
 
 def load_of(batcher, **setting):
-    """A load with ample memory by default."""
     ample = {"pages": 400, "max_num_seqs": ROWS, "max_num_batched_tokens": 40, "host_pages": 400}
     return SchedulerLoad(Setting(batcher=batcher, **ample | setting))
 
@@ -365,7 +364,6 @@ class RecordedLoad:
 
 @pytest.fixture(scope="module")
 def peak_pages():
-    """The memory size, in pages, that an unconstrained run nearly fills."""
     free = RecordedLoad("continuous", pages=300, host_pages=0)
     return int(300 * max(free.after)) + 2
 

@@ -71,7 +71,6 @@ class Case:
     preempted: tuple[int, ...] = ()
 
     def memory(self, total_bytes: int) -> KVMemory:
-        """Make a KV memory of this size."""
         layers = tuple(LayerSpec(window=window) for window in self.windows)
         evicts = self.eviction.cap is not None
         layout = layout_for(
@@ -119,7 +118,6 @@ class Case:
         return load
 
     def run(self, load: SchedulerLoad) -> None:
-        """Run until all requests finish; fails if one ends with an error or makes no progress."""
         scheduler = load.scheduler
         for step in range(max(*self.pressed, *self.preempted, -1, -1) + 1):
             if step in self.pressed:

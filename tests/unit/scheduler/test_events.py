@@ -204,8 +204,6 @@ def test_full_disk_does_not_hide_the_exception_of_the_with_block(path, monkeypat
 
 
 class Pipe:
-    """A FIFO of 4,096 bytes, and its reader."""
-
     def __init__(self, path):
         os.mkfifo(path)
         self.path, self.read = path, b""

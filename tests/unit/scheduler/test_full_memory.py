@@ -83,7 +83,6 @@ def test_cached_prefix_is_dropped_or_request_waits_if_statistics_lack_pages(othe
 
 
 def refuse_growth(monkeypatch, lacks_pages):
-    """Let requests lack pages for their next tokens."""
     for name in ("can_grow", "try_grow"):
         grow = getattr(SequenceMemory, name)
 
@@ -289,7 +288,6 @@ COLUMN_BYTES = 2 * 8 * 2 * 4 * PAGE_TOKENS  # per layer: keys and values of two 
 
 
 def peaks_of(*windows, columns=32, offload_tokens=0, evicting=False):
-    """Peaks over a memory that holds `columns` pages of one layer."""
     model = small_spec(*windows)
     layout = layout_for(model, codec="float32", page_tokens=PAGE_TOKENS, evicting=evicting)
     peaks = Peaks(KVMemory(layout, columns * COLUMN_BYTES, 4), CHUNK)

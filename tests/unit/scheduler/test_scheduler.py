@@ -165,7 +165,6 @@ def offloaded_layers(device_s=0.0):
 
 
 def learn(size, layers, *, device_s, copy_s, tokens) -> int:
-    """Add one forward pass; return the number of batches."""
     layers.device_s += device_s
     layers.copied_s += copy_s
     layers.num_bytes += layers.place.host_bytes
@@ -212,7 +211,6 @@ def model():
 
 @pytest.fixture
 def engine_of(model):
-    """Makes engines, which are drained at the end."""
     made = []
 
     def make(memory="4MiB", kv=None, **schedule):
@@ -323,7 +321,6 @@ def request_of(prompt, max_tokens, *, generated=0, arrival=0, eviction=KEEP_ALL,
 
 
 def start(memory, request, slots):
-    """Let a request hold these slots in the memory."""
     request.memory.row = memory.start()
     memory.grow(np.array([request.memory.row]), np.array([slots], dtype=np.int32))
 

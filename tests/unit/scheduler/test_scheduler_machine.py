@@ -113,7 +113,6 @@ HYBRID |= {"checkpoints": [None, 2, 6], "checkpoint_blocks": [0, 1, 3]}
 
 
 def act(load: SchedulerLoad, rng: random.Random) -> None:
-    """Apply one random rule of the state machine."""
     prompt, max_tokens = rng.randint(*rng.choice(PROMPTS)), rng.randint(0, 40)
     priority, text = rng.randint(-1, 1), rng.randint(1, 3)
     dice = rng.random()

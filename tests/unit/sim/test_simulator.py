@@ -437,7 +437,6 @@ def arrivals(load, seed, count=60):
 
 
 def met(load, batcher, *, known):
-    """Fraction of deadlines met, with deadlines known or first come, first served."""
     num_met = total = 0
     for seed in range(2):
         requests = arrivals(load, seed)
@@ -483,8 +482,6 @@ def test_summary_reports_the_fraction_of_deadlines_met():
 
 
 class RecordingTimer:
-    """A timer that records its longest step."""
-
     def __init__(self, timer):
         self.timer, self.model, self.longest_s = timer, timer.model, 0.0
 

@@ -162,8 +162,6 @@ def test_request_is_pushed_once_and_popped_once():
 
 
 class CountedOrder(tuple):
-    """A sort key that counts its comparisons."""
-
     num_comparisons = 0
 
     def __lt__(self, other):
@@ -172,8 +170,6 @@ class CountedOrder(tuple):
 
 
 class CountedRequest:
-    """A request with a counted sort key."""
-
     def __init__(self, tenant, priority):
         self.request_id, self.tenant = f"r{next(numbers)}", tenant
         self.order = CountedOrder((priority, 0.0, next(numbers)))

@@ -160,7 +160,6 @@ def maker(tokenizer):
 
 
 def attention_of_the_first_layer(*, structured: bool) -> torch.Tensor:
-    """[head, query, key] of a new model."""
     config = ModelConfig(num_hidden_layers=1)
     torch.manual_seed(0)
     model = Decoder(config)

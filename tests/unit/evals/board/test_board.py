@@ -50,7 +50,6 @@ def board_of(task, cells):
 
 
 def again(result):
-    """The result as it is stored and read."""
     return BoardResult.stored({"arms": result.arms(), "config": result.options()})
 
 

@@ -64,8 +64,6 @@ def cell_of(name, prompts):
 
 @pytest.fixture
 def scores_of(llm):
-    """Scores of a task under a rule, and the results of its prompts."""
-
     def found(name, evict, before=None):
         kv = KVConfig(memory="8MiB", evict=evict)
         runner = SampleRunner(LLM(llm.model, kv=kv), kv, evict_before_question=before)

@@ -38,8 +38,6 @@ from support.offloaded_kv import (
 
 
 class FailingTransferWorker:
-    """Fails every copy."""
-
     def submit(self, copy, num_bytes):
         lost = Future()
         lost.set_exception(OSError("the link failed"))
@@ -50,8 +48,6 @@ class FailingTransferWorker:
 
 
 class OneCopyFails(ThreadTransferWorker):
-    """Fails one copy and delays the copies after it."""
-
     number = 8  # the first copy of the last of 5 layers: two copies per layer
 
     def __init__(self):
@@ -315,8 +311,6 @@ AHEAD = 2  # layers of the next step
 
 
 class Counting(ThreadTransferWorker):
-    """Counts copies."""
-
     num_copies = 0
 
     def submit(self, copy, num_bytes):
@@ -353,7 +347,6 @@ def offloaded_and_whole(rows=1, tokens=16, slots=12):
 
 
 def copies_of(kv, rows, seed):
-    """Run a decode step; return its output and the number of copies that it submitted."""
     before = kv.offload.transfer_worker.num_copies
     out = step(kv, dict.fromkeys(rows, 1), seed)
     return out, kv.offload.transfer_worker.num_copies - before

@@ -68,8 +68,6 @@ class Linear(TransformersDecoder):
 
 
 class RowTokens(RowRequests):
-    """Token ids of rows."""
-
     def __init__(self):
         self.tokens, self.until = {}, 1 << 30
 
@@ -157,7 +155,6 @@ def step(kv, model, known, tokens, seed):
 
 
 def poison_staging(kv):
-    """Fill all staging of a step with NaN."""
     kv.offload.prefixes.use.finalize()
     poison(kv)
     kv_recompute = kv.offload.kv_recompute
@@ -166,7 +163,6 @@ def poison_staging(kv):
 
 
 def evict_random_tokens(memories, row, rng):
-    """Evict random tokens of a row, the same number in each layer."""
     slots = int(memories[0].memory.tables["full"].num_slots[row, 0])
     num_retained = int(rng.integers(1, slots + 1))
     keep = np.zeros((FULL_LAYERS, slots), dtype=bool)
@@ -237,8 +233,6 @@ def test_tokens_without_stored_x_are_transferred():
 
 
 class FailingTransferWorker(ThreadTransferWorker):
-    """Fails every copy."""
-
     def submit(self, copy, num_bytes):
         def lost():
             raise OSError("the link failed")

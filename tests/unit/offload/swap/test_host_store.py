@@ -60,7 +60,6 @@ def filled(device, copies, *, tokens=(37, 5, 64), total_bytes=1 << 20):
 
 
 def row_bytes(memory, row):
-    """Bytes of a row's pages by group, lane by lane."""
     found = {}
     for name, table in memory.tables.items():
         pages = torch.from_numpy(table.row_pages(row).astype(np.int64))

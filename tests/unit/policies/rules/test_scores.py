@@ -523,7 +523,6 @@ def test_only_streaming_and_rules_based_on_it_rerotate_keys():
 
 
 def splitmix64(number):
-    """SplitMix64 on Python's integers."""
     number = (number + 0x9E3779B97F4A7C15) & WORD
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & WORD
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & WORD
@@ -632,7 +631,6 @@ PASS = ScoringPass(name="ab", first="AAA", later="BB", end="C", chunk_tokens=4, 
 
 
 def encode(text):
-    """One token for each letter: 100 for A, 101 for B, 102 for C."""
     return [ord(letter) - ord("A") + 100 for letter in text]
 
 
