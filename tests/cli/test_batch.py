@@ -26,9 +26,7 @@ BAD = [
     r'{"prompt": [1, 2], "metadata": {"\ud800": "a"}}',
     {"prompt": [1, 2], "logit_bias": {"9" * 5_000: 1}},
     '{"prompt": [1, 2], "seed": ' + "9" * 400 + "}",
-    {"prompt": []},
-    {"prompt": [1, 999]},
-    {"prompt": [1], "max_token": 3},
+    *({"prompt": []}, {"prompt": [1, 999]}, {"prompt": [1], "max_token": 3}),
     {"prompt": "text, but there is no tokenizer"},
     {"prompt": [5] * 600},  # more than the context
     {"prompt": [5] * 300},  # more KV than the memory holds

@@ -190,10 +190,8 @@ def assert_refused(result, *parts: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("--device", "abacus"), "abacus"),
-        (("--device", "cuda:99"), "cuda"),
-        (("--evict", "recnt:cap=9"), "recent"),
-        (("--evict", "recent"), "cap"),
+        *((("--device", "abacus"), "abacus"), (("--device", "cuda:99"), "cuda")),
+        *((("--evict", "recnt:cap=9"), "recent"), (("--evict", "recent"), "cap")),
         (("--kv-codec", "int5"), "int5"),
         (("--kv-codec", "kvquant4"), "with quire calibrate quire-tiny --kv-codec kvquant4, or"),
         (
@@ -380,13 +378,9 @@ def test_full_disk_for_events_keeps_the_output(quire, expected):
 @pytest.mark.parametrize(
     ("of_file", "arguments", "given"),
     [
-        (True, (PROMPT,), None),
-        (True, ("quire-tiny",), PROMPT),
-        (True, ("-p", PROMPT), ""),
-        (True, ("quire-tiny", PROMPT), None),
-        (False, ("quire-tiny", PROMPT), None),
-        (False, ("quire-tiny",), PROMPT),
-        (False, (), PROMPT + "\n"),
+        *((True, (PROMPT,), None), (True, ("quire-tiny",), PROMPT), (True, ("-p", PROMPT), "")),
+        *((True, ("quire-tiny", PROMPT), None), (False, ("quire-tiny", PROMPT), None)),
+        *((False, ("quire-tiny",), PROMPT), (False, (), PROMPT + "\n")),
     ],
 )
 def test_text_is_the_prompt_if_the_model_is_known(

@@ -9,10 +9,7 @@ from benchmarks.peers.environments import TORCH, Environment, commands
 ENVIRONMENTS = {
     "apis": Environment(
         packages=(
-            "openai==3.57.0",
-            "litellm==1.110.2",
-            "langchain-openai==1.7.4",
-            "anthropic==2.14.0",
+            *("openai==3.57.0", "litellm==1.110.2", "langchain-openai==1.7.4", "anthropic==2.14.0"),
         ),
         needs_torch=False,
     ),

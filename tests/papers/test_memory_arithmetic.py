@@ -92,11 +92,7 @@ def test_mistral_kv_is_bounded_by_its_window():
 @pytest.mark.parametrize(
     ("batch", "gibibytes", "share"),
     [
-        (1, 0.625, 0.004),
-        (8, 5, 0.034),
-        (32, 20, 0.125),
-        (64, 40, 0.222),
-        (128, 80, 0.364),
+        *((1, 0.625, 0.004), (8, 5, 0.034), (32, 20, 0.125), (64, 40, 0.222), (128, 80, 0.364)),
         (256, 160, 0.533),
     ],
 )
@@ -120,11 +116,8 @@ def test_kv_reads_of_llama_3_70b_exceed_the_weights_between_128_and_256():
 @pytest.mark.parametrize(
     ("model", "batch", "gibibytes", "printed"),
     [
-        (LLAMA_8B, 32, 16, 4.0),
-        (LLAMA_70B, 32, 40, 10.0),
-        (LLAMA_70B, 64, 80, 20.0),
-        (LLAMA_70B, 128, 160, 40.0),
-        (LLAMA_405B, 32, 63, 15.8),
+        *((LLAMA_8B, 32, 16, 4.0), (LLAMA_70B, 32, 40, 10.0), (LLAMA_70B, 64, 80, 20.0)),
+        *((LLAMA_70B, 128, 160, 40.0), (LLAMA_405B, 32, 63, 15.8)),
         (llama(num_hidden_layers=120, num_key_value_heads=16), 32, 120, 30.0),
     ],
     ids=["8B", "70B", "70B-64", "70B-128", "405B", "GPT-4 class"],

@@ -33,20 +33,14 @@ STORED = {
 }
 BATCHER_TEXTS = (
     *BATCHERS,
-    "pd:ahead=5",
-    "baton_pd:prefill=sync",
-    "baton_pd:hold=host,queue=4",
+    *("pd:ahead=5", "baton_pd:prefill=sync", "baton_pd:hold=host,queue=4"),
     "baton_pd_best_fit:hold=host,tokens=6,patience=1",
 )
 # every batcher, every architecture, and every way to store KV; `alone` is shared by equal pairs
 QUICK = [
-    ("continuous", "llama", "average, int8"),
-    ("static", "gpt2", "plain"),
-    ("pd", "mistral", "int8"),
-    ("orca", "gemma3", "plain"),
-    ("baton_pd", "opt", "average"),
-    ("baton_pd_best_fit", "mistral", "int8"),
-    ("pd:ahead=5", "gpt2", "plain"),
+    *(("continuous", "llama", "average, int8"), ("static", "gpt2", "plain")),
+    *(("pd", "mistral", "int8"), ("orca", "gemma3", "plain"), ("baton_pd", "opt", "average")),
+    *(("baton_pd_best_fit", "mistral", "int8"), ("pd:ahead=5", "gpt2", "plain")),
     ("baton_pd:prefill=sync", "gpt2", "plain"),
     ("baton_pd:hold=host,queue=4", "llama", "average, int8"),
     ("baton_pd_best_fit:hold=host,tokens=6,patience=1", "opt", "average"),

@@ -89,12 +89,9 @@ CASES = [(page, chunk, arena) for page in PAGE_TOKENS for chunk in CHUNK_TOKENS 
 # every page size, chunk size and arena, and every pair of them over seven architectures; each has
 # a case that preempts, which chunks of one token do not
 QUICK = [
-    [(1, 1, "tight"), (4, 2048, "tight")],
-    [(1, 7, "ample"), (16, 64, "tight")],
-    [(4, 1, "ample"), (16, 7, "tight")],
-    [(1, 2048, "ample"), (4, 64, "tight")],
-    [(16, 1, "scarce"), (4, 7, "scarce")],
-    [(16, 64, "ample"), (1, 64, "scarce")],
+    *([(1, 1, "tight"), (4, 2048, "tight")], [(1, 7, "ample"), (16, 64, "tight")]),
+    *([(4, 1, "ample"), (16, 7, "tight")], [(1, 2048, "ample"), (4, 64, "tight")]),
+    *([(16, 1, "scarce"), (4, 7, "scarce")], [(16, 64, "ample"), (1, 64, "scarce")]),
     [(16, 2048, "scarce"), (4, 7, "tight")],
 ]
 

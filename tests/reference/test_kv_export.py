@@ -21,10 +21,7 @@ from support.redis_servers import start_redis
 PROMPT = PROMPTS["b"]
 SAMPLING = greedy(8)
 OPTIONS = [
-    {},
-    {"codec": "int8"},
-    {"codec": "int8+sinks=2+residual=6"},
-    {"codec": "int4_page/int8"},
+    *({}, {"codec": "int8"}, {"codec": "int8+sinks=2+residual=6"}, {"codec": "int4_page/int8"}),
     {"evict": "h2o:cap=152,every=8,when=decode"},
     {"evict": "snapkv:window=8,cap=120,every=8,when=prefill_end"},
     {"evict": "recent:cap=152,every=8,sinks=4"},

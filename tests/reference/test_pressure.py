@@ -32,23 +32,13 @@ TOLERANCE = 1e-4
 ARCHITECTURES = ("llama", "gemma3", "mistral", "gpt2", "gemma4", "llama4", "lfm2")
 # (preempt, room of the arena, room of the host pool), in units of the largest request
 CASES = [
-    ("recompute", 1.2, 0.0),
-    ("recompute", 1.6, 0.0),
-    ("swap", 1.2, 4.0),
-    ("swap", 2.0, 0.5),
-    ("hybrid", 1.5, 0.3),
-    ("auto", 2.0, 4.0),
+    *(("recompute", 1.2, 0.0), ("recompute", 1.6, 0.0), ("swap", 1.2, 4.0), ("swap", 2.0, 0.5)),
+    *(("hybrid", 1.5, 0.3), ("auto", 2.0, 4.0)),
 ]
 # every case and every architecture
 QUICK = [
-    ("llama", *CASES[2]),
-    ("llama", *CASES[4]),
-    ("gemma3", *CASES[3]),
-    ("mistral", *CASES[5]),
-    ("gpt2", *CASES[0]),
-    ("gpt2", *CASES[1]),
-    ("gemma4", *CASES[4]),
-    ("llama4", *CASES[2]),
+    *(("llama", *CASES[2]), ("llama", *CASES[4]), ("gemma3", *CASES[3]), ("mistral", *CASES[5])),
+    *(("gpt2", *CASES[0]), ("gpt2", *CASES[1]), ("gemma4", *CASES[4]), ("llama4", *CASES[2])),
     ("lfm2", *CASES[4]),
 ]
 

@@ -155,11 +155,8 @@ WAYS = {
 SQUEEZE = "(squeeze:share=0.5)"
 PAIRS = [
     *(("uniform", way) for way in WAYS),
-    ("ada", "recomputed"),
-    ("ada", "cached prefixes"),
-    ("pyramid", "swapped"),
-    (SQUEEZE, "small steps"),
-    (SQUEEZE, "cached prefixes"),
+    *(("ada", "recomputed"), ("ada", "cached prefixes"), ("pyramid", "swapped")),
+    *((SQUEEZE, "small steps"), (SQUEEZE, "cached prefixes")),
 ]
 
 

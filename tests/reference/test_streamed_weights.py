@@ -165,9 +165,7 @@ def test_requests_run_after_those_that_compute_their_prefix_in_the_same_step():
 @pytest.mark.parametrize(
     "options",
     [
-        {"codec": "int8"},
-        {"evict": "average:cap=12,every=4"},
-        {"memory": "100KiB"},
+        *({"codec": "int8"}, {"evict": "average:cap=12,every=4"}, {"memory": "100KiB"}),
         {"memory": "64KiB", "offload_memory": "1MiB"},
         {"enable_prefix_caching": False, "attention": "gathered"},
     ],

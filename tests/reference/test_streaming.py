@@ -165,9 +165,7 @@ def test_log_probabilities_of_a_prompt_equal_those_without_eviction(llama):
 @pytest.mark.parametrize(
     "options",
     [
-        {"page_tokens": 1},
-        {"page_tokens": 16},
-        {"max_num_seqs": 1},
+        *({"page_tokens": 1}, {"page_tokens": 16}, {"max_num_seqs": 1}),
         {"chunk_tokens": 7, "max_num_batched_tokens": 40},
         {"kv": {"scratch": 2048}},
     ],

@@ -326,11 +326,8 @@ def test_files_need_no_key_and_data_does(send):
 @pytest.mark.parametrize(
     ("options", "with_keys", "expected"),
     [
-        ({}, False, True),
-        ({"host": "localhost"}, False, True),
-        ({"host": "::1"}, False, True),
-        ({"host": "0.0.0.0"}, False, False),
-        ({"host": "0.0.0.0"}, True, True),
+        *(({}, False, True), ({"host": "localhost"}, False, True), ({"host": "::1"}, False, True)),
+        *(({"host": "0.0.0.0"}, False, False), ({"host": "0.0.0.0"}, True, True)),
         ({"host": "0.0.0.0", "dashboard": True}, False, True),
         ({"dashboard": False}, True, False),
     ],

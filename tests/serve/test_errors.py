@@ -245,12 +245,9 @@ def test_unknown_model_is_not_found(post, path, body):
 
 def test_large_invalid_request_has_a_small_response(post):
     for options, status in (
-        ({"model": "\ud800" * 100_000}, 400),
-        ({"model": "\x00" * 100_000}, 404),
-        ({"prompt": [["x"]] * 50_000}, 400),
-        ({"stop": [1] * 10_000}, 400),
-        ({"logit_bias": {"k" * 50_000: "x"}}, 400),
-        ({"seed": 10**400}, 400),
+        *(({"model": "\ud800" * 100_000}, 400), ({"model": "\x00" * 100_000}, 404)),
+        *(({"prompt": [["x"]] * 50_000}, 400), ({"stop": [1] * 10_000}, 400)),
+        *(({"logit_bias": {"k" * 50_000: "x"}}, 400), ({"seed": 10**400}, 400)),
         ({"messages": [{"role": 1}] * 10_000}, 400),
     ):
         path, body = (CHATS, {}) if "messages" in options else (COMPLETIONS, {"prompt": PROMPT})

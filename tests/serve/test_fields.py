@@ -183,13 +183,9 @@ LITELLM_PROXY = (
 @pytest.mark.parametrize(
     ("options", "effort"),
     [
-        (OPEN_WEBUI, "low"),
-        (OPEN_WEBUI_TITLE, "none"),
-        (LITELLM_PLAIN, "minimal"),
-        (LITELLM_STREAM, "medium"),
-        (LITELLM_FULL, "low"),
-        (LITELLM_FULL | LITELLM_STREAM, "high"),
-        (LITELLM_EXTRA_BODY, "low"),
+        *((OPEN_WEBUI, "low"), (OPEN_WEBUI_TITLE, "none"), (LITELLM_PLAIN, "minimal")),
+        *((LITELLM_STREAM, "medium"), (LITELLM_FULL, "low")),
+        *((LITELLM_FULL | LITELLM_STREAM, "high"), (LITELLM_EXTRA_BODY, "low")),
         (LITELLM_PROXY, None),
     ],
 )

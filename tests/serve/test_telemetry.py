@@ -350,10 +350,8 @@ def test_counts_of_two_requests(scraped):
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_tokens": 1},
-        {"n": 3, "temperature": 1.0},
-        {"n": 2, "best_of": 3, "temperature": 1.0},
-        {"use_beam_search": True, "n": 2},
+        *({"max_tokens": 1}, {"n": 3, "temperature": 1.0}),
+        *({"n": 2, "best_of": 3, "temperature": 1.0}, {"use_beam_search": True, "n": 2}),
         {"prompt": ["A", "Once upon"], "n": 2, "temperature": 1.0},
         {"n": 2, "temperature": 1.0, "stream": True, "stream_options": {"include_usage": True}},
     ],

@@ -62,10 +62,8 @@ COSTS = Costs(
     copies=CopyRates(out=COPIES, back=COPIES), prefill=PrefillRates(token_s=1e-4), chunk_tokens=16
 )
 REASONS_WITHOUT_PROGRESS = (
-    "no running request could be scheduled",
-    "another engine needs its guaranteed memory",
-    "its tenant would exceed its limit",
-    "an urgent request is waiting",
+    *("no running request could be scheduled", "another engine needs its guaranteed memory"),
+    *("its tenant would exceed its limit", "an urgent request is waiting"),
     SCALED_DOWN,
     NO_PAGES,
 )

@@ -217,12 +217,8 @@ def test_closing_ends_open_requests_and_a_closed_llm_refuses_others(llm, model, 
 @pytest.mark.parametrize(
     ("given", "prompts"),
     [
-        ("text", ["text"]),
-        (["a", "b"], ["a", "b"]),
-        (("a", [1, 2]), ["a", [1, 2]]),
-        ([1, 2], [[1, 2]]),
-        (np.array([1, 2]), [[1, 2]]),
-        ((text for text in "ab"), ["a", "b"]),
+        *(("text", ["text"]), (["a", "b"], ["a", "b"]), (("a", [1, 2]), ["a", [1, 2]])),
+        *(([1, 2], [[1, 2]]), (np.array([1, 2]), [[1, 2]]), ((text for text in "ab"), ["a", "b"])),
         ([], []),
     ],
     ids=["text", "texts", "text and ids", "ids", "array", "generator", "nothing"],
@@ -234,10 +230,8 @@ def test_single_prompt_and_prompt_list_are_distinguished(given, prompts):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (b"text", "got bytes; decode it"),
-        (None, "got NoneType"),
-        ({"prompt": "text"}, "got dict"),
-        (1.5, "got float"),
+        *((b"text", "got bytes; decode it"), (None, "got NoneType")),
+        *(({"prompt": "text"}, "got dict"), (1.5, "got float")),
         (torch.tensor([1, 2]), r"got Tensor; pass prompt.tolist\(\)"),
     ],
     ids=repr,

@@ -158,10 +158,8 @@ def test_answers_are_compared_with_those_in_ample_memory():
     [
         ("kvcrush --quick --base h2p", "h2o"),
         ("eviction --rules h2o;snapkv:windw=3", "window"),
-        ("eviction --rules sinks:sinks=2000", "cap"),
-        ("eviction --parts quality", "ready"),
-        ("quant --codecs int5", "int4"),
-        ("batch-max --dtype bfloat17", "bfloat16"),
+        *(("eviction --rules sinks:sinks=2000", "cap"), ("eviction --parts quality", "ready")),
+        *(("quant --codecs int5", "int4"), ("batch-max --dtype bfloat17", "bfloat16")),
         ("rebatch --model huge", "choose from 1100m, 125m"),
         ("rebatch --scale inf", "--scale"),
         ("gpu --device cpu --quick --others nothing", "static"),
@@ -197,9 +195,7 @@ def test_table_renders_in_three_formats(capsys):
     show_parts([("part", PartResult(tables=(TABLE,), claims={}, seconds=0.5))])
     lines = capsys.readouterr().out.splitlines()
     assert [re.split(r"[│┃]", line)[1:3] for line in lines if line[:1] in ("│", "┃")] == [
-        [" name ", "  value "],
-        [" a    ", "  1,234 "],
-        [" bb   ", " 0.1235 "],
+        *([" name ", "  value "], [" a    ", "  1,234 "], [" bb   ", " 0.1235 "]),
         [" c    ", "        "],
     ]
     assert report("memory", [TABLE]).splitlines()[4:6] == ["| name | value |", "| --- | ---: |"]

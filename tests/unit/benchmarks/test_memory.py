@@ -64,10 +64,7 @@ def test_prefix_claims_are_ratios_within_rounds():
     rounds = [
         measured.PrefixRun(total_s=total_s, tokens=((1,), (token,)), **run)
         for run, total_s, token in (
-            (shared, 1.0, 2),
-            (alone, 4.0, 2),
-            (shared, 1.0, 2),
-            (alone, 2.0, 3),
+            *((shared, 1.0, 2), (alone, 4.0, 2), (shared, 1.0, 2), (alone, 2.0, 3)),
         )
     ]
 

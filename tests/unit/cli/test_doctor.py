@@ -202,9 +202,7 @@ def test_list_has_one_row_for_each_entry_and_cuts_no_name(command, columns, monk
             "policies h2o",
             [
                 "recent=-1 number of newest cached tokens that are never evicted",
-                "statistics attention_sum.mean",
-                "arXiv 2306.14048",
-                "--evict h2o:cap=512",
+                *("statistics attention_sum.mean", "arXiv 2306.14048", "--evict h2o:cap=512"),
             ],
         ),
         ("policies lazy", ["total not bounded: a lane may retain all tokens"]),

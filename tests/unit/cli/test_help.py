@@ -200,10 +200,8 @@ def test_models_are_completed_from_folders(tmp_path, monkeypatch):
     [
         ("quire generate --evict ", "h2o:cap="),
         ("quire generate quire-tiny x --kv-codec int8", "int8_channel"),
-        ("quire policies tov", "tova"),
-        ("quire generate --dtype ", "bfloat16"),
-        ("quire serve qui", "quire-tiny"),
-        ("quire ", "generate"),
+        *(("quire policies tov", "tova"), ("quire generate --dtype ", "bfloat16")),
+        *(("quire serve qui", "quire-tiny"), ("quire ", "generate")),
     ],
 )
 def test_shell_completion_yields_values_without_importing_torch(words, expected):

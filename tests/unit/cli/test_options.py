@@ -147,10 +147,8 @@ def test_model_name_is_read_from_the_top_level_or_its_table(read):
 @pytest.mark.parametrize(
     ("text", "nearest"),
     [
-        ("kv-memry = 1", "kv_memory"),
-        ("[kv]\nmemry = 1", "memory"),
-        ("[smpling]\nseed = 1", "sampling"),
-        ("memory = 1", "kv_memory"),
+        *(("kv-memry = 1", "kv_memory"), ("[kv]\nmemry = 1", "memory")),
+        *(("[smpling]\nseed = 1", "sampling"), ("memory = 1", "kv_memory")),
         ("[kv]\nenabled = true", "enable_prefix_caching"),
         ("[kv.ofload]\nkv_memory = 1", "offload"),
         ("[kv.offload]\nkv_memry = 1", "kv_memory"),
@@ -298,12 +296,9 @@ def test_command_accepts_its_own_options_and_sections_only(toml: str):
     ("option", "values", "error"),
     [
         ("--temperature", ("nan", "-1"), RequestError),
-        ("--top-p", ("0",), RequestError),
-        ("--max-tokens", ("-1", "0"), RequestError),
-        ("--stop", ("",), RequestError),
-        ("--block-size", ("0",), ConfigError),
-        ("--max-num-seqs", ("0",), ConfigError),
-        ("--low-watermark", ("nan",), ConfigError),
+        *(("--top-p", ("0",), RequestError), ("--max-tokens", ("-1", "0"), RequestError)),
+        *(("--stop", ("",), RequestError), ("--block-size", ("0",), ConfigError)),
+        *(("--max-num-seqs", ("0",), ConfigError), ("--low-watermark", ("nan",), ConfigError)),
     ],
 )
 def test_value_out_of_range_is_refused_before_loading(option, values, error):

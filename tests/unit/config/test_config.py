@@ -340,10 +340,7 @@ def test_message_is_read(message, expected):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ('{"a": [1]}', {"a": [1]}),
-        ({"a": 1}, {"a": 1}),
-        ("", {}),
-        (None, {}),
+        *(('{"a": [1]}', {"a": [1]}), ({"a": 1}, {"a": 1}), ("", {}), (None, {})),
         ('{"a": "cut o', '{"a": "cut o'),  # an output that reached its maximum length
         ("[1]", "[1]"),
         ("{" * 100_000, "{" * 100_000),

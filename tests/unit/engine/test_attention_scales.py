@@ -35,11 +35,8 @@ RULES = {
 @pytest.mark.parametrize(
     ("name", "scales"),
     [
-        ("llama", [8**-0.5] * LAYERS),
-        ("gemma3", [16**-0.5] * 2 * LAYERS),
-        ("granite", [0.2] * LAYERS),
-        ("gemma4", [1.0] * 10),
-        ("gpt2", [8**-0.5] * LAYERS),
+        *(("llama", [8**-0.5] * LAYERS), ("gemma3", [16**-0.5] * 2 * LAYERS)),
+        *(("granite", [0.2] * LAYERS), ("gemma4", [1.0] * 10), ("gpt2", [8**-0.5] * LAYERS)),
         ("gpt2_scale_by_layer", [8**-0.5 / n for n in (1, 2, 3, 4)]),
         ("wide_llama", [16**-0.5] * LAYERS),
     ],

@@ -476,9 +476,7 @@ def test_budget_and_schedule_become_policy_options(given, text) -> None:
         ("snapkv", 0.5, "snapkv:cap=50%"),
         ("h2o:recent=4", 0.9, "h2o:recent=4,cap=10%"),
         ("recent", 1 / 3, "recent:cap=66.666666667%"),
-        ("recent", 0.99999, "recent:cap=0.001%"),
-        ("recent", 0.0, "full"),
-        ("full", 0.0, "full"),
+        *(("recent", 0.99999, "recent:cap=0.001%"), ("recent", 0.0, "full"), ("full", 0.0, "full")),
         ("full", None, "full"),
     ],
 )

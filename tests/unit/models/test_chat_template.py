@@ -79,9 +79,7 @@ STRINGS = {
 CHAT_OF_A = [{"role": "user", "content": "a"}]
 CALLS = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
 CHAT = [
-    ("system", "Be brief, please."),
-    ("user", "hi"),
-    ("assistant", "user"),
+    *(("system", "Be brief, please."), ("user", "hi"), ("assistant", "user")),
     ("user", 'A "quoted" line\nand a longer second line of text'),
 ]
 
@@ -196,10 +194,8 @@ def test_template_that_reads_both_forms_gets_the_given_or_forced_one(
         (with_body("{% if not loop.last %}{{ m.content }}{% endif %}"), 3),
         (with_body("{% if m.role != 'assistant' %}{{ m.content }}{% endif %}"), 2),
         ("{{ messages[-1].content }}{{ messages[0].role }}{{ messages[1].role }}", 0),
-        (with_body("{{ m.text }}"), 0),
-        (with_body("{{ m.content | length }}"), 0),
-        ("{{ '' }}", 0),
-        (with_body("{{ m.content[:20] }}"), 3),
+        *((with_body("{{ m.text }}"), 0), (with_body("{{ m.content | length }}"), 0)),
+        *(("{{ '' }}", 0), (with_body("{{ m.content[:20] }}"), 3)),
         (with_body("{{ m.content.split('\n')[0] }}"), 3),
         (with_body("{{ m.content | truncate(30) }}"), 3),
     ],

@@ -20,10 +20,8 @@ MIB = 1 << 20
 LARGEST_LAYER = 8 * MIB  # the gated MLP and the attention of a layer, or the head
 SLACK = 4 * MIB  # modules, tables, allocator
 LOADS = (
-    ("native", "auto", "auto"),
-    ("native", "int4", "float32"),
-    ("transformers", "auto", "float32"),
-    ("transformers", "int4", "auto"),
+    *(("native", "auto", "auto"), ("native", "int4", "float32")),
+    *(("transformers", "auto", "float32"), ("transformers", "int4", "auto")),
 )
 """Implementation, weight codec, and dtype of the activations."""
 

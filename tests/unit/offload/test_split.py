@@ -147,12 +147,8 @@ def test_split_on_an_h200_with_pcie_5(
 @pytest.mark.parametrize(
     ("kv_bytes", "x_bytes", "paper", "pipelined"),
     [
-        (2, 2, 1.59, 2.00),
-        (1.0625, 2, 1.04, 1.06),
-        (1.0625, 1.0625, 1.43, 1.77),
-        (0.5625, 2, 1.0, 1.0),
-        (0.5625, 0.5625, 1.29, 1.41),
-        (2, 1.0625, 2.20, 3.12),
+        *((2, 2, 1.59, 2.00), (1.0625, 2, 1.04, 1.06), (1.0625, 1.0625, 1.43, 1.77)),
+        *((0.5625, 2, 1.0, 1.0), (0.5625, 0.5625, 1.29, 1.41), (2, 1.0625, 2.20, 3.12)),
         (2, 0.5625, 2.76, 3.48),
     ],
     ids=["16+16", "8+16", "8+8", "4+16", "4+4", "16 from 8", "16 from 4"],
@@ -300,12 +296,9 @@ def test_restore_split_is_the_best_of_all_splits(prefill, loading, tokens, unit)
 @pytest.mark.parametrize(
     ("model", "tokens", "bytes_per_s", "load_ms", "restore_ms", "share"),
     [
-        (LLAMA_3_8B, 16_384, 55e9, 39, 36, 0.09),
-        (LLAMA_3_8B, 16_384, 6.9e9, 311, 181, 0.42),
-        (LLAMA_3_8B, 16_384, 11e9, 195, 133, 0.32),
-        (LLAMA_3_8B, 16_384, 1.1e9, 1952, 382, 0.80),
-        (OPT_6_7B, 4096, 6.9e9, 311, 72, None),
-        (OPT_6_7B, 4096, 55e9, 39, 27, None),
+        *((LLAMA_3_8B, 16_384, 55e9, 39, 36, 0.09), (LLAMA_3_8B, 16_384, 6.9e9, 311, 181, 0.42)),
+        *((LLAMA_3_8B, 16_384, 11e9, 195, 133, 0.32), (LLAMA_3_8B, 16_384, 1.1e9, 1952, 382, 0.80)),
+        *((OPT_6_7B, 4096, 6.9e9, 311, 72, None), (OPT_6_7B, 4096, 55e9, 39, 27, None)),
     ],
     ids=["pcie5", "nvme", "100Gb", "10Gb", "opt nvme", "opt pcie5"],
 )
@@ -348,11 +341,8 @@ def step(x, machine, noise, draw):
         timed(kind, tokens, num_bytes)
         for _ in range(LAYERS)
         for kind, tokens, num_bytes in (
-            (X_IN, x, x * X_BYTES),
-            (KV_IN, LENGTH - x, (LENGTH - x) * KV_BYTES),
-            (PROJECT, x, 0),
-            (ATTEND, LENGTH, 0),
-            (LAYER, 1, 0),
+            *((X_IN, x, x * X_BYTES), (KV_IN, LENGTH - x, (LENGTH - x) * KV_BYTES)),
+            *((PROJECT, x, 0), (ATTEND, LENGTH, 0), (LAYER, 1, 0)),
         )
     ]
 

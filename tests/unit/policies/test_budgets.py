@@ -47,9 +47,7 @@ shapes = st.builds(
     [
         (10, [3, 2, 1], [5, 3, 2]),  # 5, 3 1/3, 1 2/3: the largest fraction is rounded up
         (10, [1, 1, 1], [4, 3, 3]),  # equal fractions: the first is rounded up
-        (1, [1, 1], [1, 0]),
-        (0, [1, 2], [0, 0]),
-        (7, [0, 1], [0, 7]),
+        *((1, [1, 1], [1, 0]), (0, [1, 2], [0, 0]), (7, [0, 1], [0, 7])),
     ],
 )
 def test_share_out_rounds_the_largest_fractions_up(total, weights, shares):
@@ -242,9 +240,7 @@ def test_scores_of_a_file_are_read_once(tmp_path):
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("", "got none"),
-        ("0.5 nan", "got nan"),
-        ("1 2 3 4 5 6 inf", "got inf"),
+        *(("", "got none"), ("0.5 nan", "got nan"), ("1 2 3 4 5 6 inf", "got inf")),
         ("0.5 heads", "'heads'"),
         ("0.25\n" * 300_000, "more than 1,048,576 characters"),
     ],

@@ -316,9 +316,7 @@ def test_non_finite_score_of_a_live_slot_is_refused():
 @pytest.mark.parametrize(
     ("scores", "found"),
     [
-        (torch.zeros(3, 5), "[3, 5]"),
-        (torch.zeros(4), "[4]"),
-        ([0.0], "a list"),
+        *((torch.zeros(3, 5), "[3, 5]"), (torch.zeros(4), "[4]"), ([0.0], "a list")),
         (None, "a NoneType"),
     ],
 )

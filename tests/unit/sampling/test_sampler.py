@@ -288,9 +288,7 @@ def test_undecodable_tokens_are_sampled_by_rows_that_name_them(undecodable, nati
     logits, named = random_logits(5), undecodable[1]
     logits[:, list(undecodable)] = 40.0
     options = [
-        {"logit_bias": {named: 1.0}},
-        {"allowed_token_ids": (named, 4)},
-        {},
+        *({"logit_bias": {named: 1.0}}, {"allowed_token_ids": (named, 4)}, {}),
         {"logit_bias": {named: -1.0, 4: 30.0}},
         {"logit_bias": {named: 0.0}, "bad_token_ids": ((undecodable[0],),)},
     ]

@@ -81,12 +81,9 @@ def test_a_recipe_has_digests_of_keys_only(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"replicas": "0"}, "ray-replicas"),
-        ({"replicas": "a"}, "ray-replicas"),
-        ({"object_store_memory": "10MiB"}, "80MiB"),
-        ({"retries": -1}, "ray-retries"),
-        ({"max_ongoing": 0}, "ray-max-ongoing"),
-        ({"target_kv": 1.5}, "ray-target-kv"),
+        *(({"replicas": "0"}, "ray-replicas"), ({"replicas": "a"}, "ray-replicas")),
+        *(({"object_store_memory": "10MiB"}, "80MiB"), ({"retries": -1}, "ray-retries")),
+        *(({"max_ongoing": 0}, "ray-max-ongoing"), ({"target_kv": 1.5}, "ray-target-kv")),
         ({"cpus": -1.0}, "ray-cpus"),
         ({"downscale_delay_s": -1.0}, "ray-downscale-delay"),
         ({"stats_period_s": 0.0}, "ray-stats-period"),

@@ -291,10 +291,8 @@ def test_slab_borders_cut_pages_in_some_layouts():
 @pytest.mark.parametrize(
     ("evict", "held"),
     [
-        ("full", 59),
-        ("recent:cap=2,every=1,when=decode", 50),
-        ("average:cap=16,every=4,when=decode", 50),
-        ("average:cap=16,every=4", 16),
+        *(("full", 59), ("recent:cap=2,every=1,when=decode", 50)),
+        *(("average:cap=16,every=4,when=decode", 50), ("average:cap=16,every=4", 16)),
     ],
 )
 @pytest.mark.parametrize("kv_bytes", [66_000, 81_000, 131_072])

@@ -196,11 +196,8 @@ def test_tenants_of_a_column_or_in_turn(write):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is empty"),
-        ("\n \n", "is empty"),
-        ("hello world\n", "no known format"),
-        (AZURE.splitlines()[0], "has no requests"),
-        ("[]" + " " * 5, "no known format"),
+        *(("", "is empty"), ("\n \n", "is empty"), ("hello world\n", "no known format")),
+        *((AZURE.splitlines()[0], "has no requests"), ("[]" + " " * 5, "no known format")),
         (AZURE.replace("396", "-1"), "line 3: expected ContextTokens to be a whole number of 1"),
         (AZURE.replace("109", "-109"), "line 3: expected GeneratedTokens to be a whole number of"),
         (AZURE.replace("396", "0"), "line 3"),
