@@ -255,11 +255,13 @@ def test_chat_template_of_a_file_replaces_that_of_the_model(quire, tmp_path):
     assert found.stdout != quire("chat", *QUICK, input="three\n").stdout
 
 
-def test_editor_keys(history):
+def test_keys_of_the_editor_and_an_interrupt_that_discards_the_line(history, capsys):
     assert typed("one\r", 1) == ["one"]
     assert typed("one\x1b\rtwo\r", 1) == ["one\ntwo"]  # Alt+Enter
     assert typed("one\\\rtwo\r", 1) == ["one\ntwo"]
     assert typed("\x04", 1) == typed("draft\x04", 1) == [None]  # Ctrl-D
+    assert typed("draft\x03next\r", 1) == ["next"]
+    assert "Ctrl-D or /exit exits" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -277,11 +279,6 @@ def test_keys_pressed_during_a_response_are_input_of_the_next_prompt(
             assert (stopped(), keyboard.ended) == (bool(stops), bool(ends))
         if not stops:
             assert read() == "next"
-
-
-def test_interrupt_at_the_prompt_discards_the_line(history, capsys):
-    assert typed("draft\x03next\r", 1) == ["next"]
-    assert "Ctrl-D or /exit exits" in capsys.readouterr().err
 
 
 def test_messages_are_kept_in_the_state_folder(history):

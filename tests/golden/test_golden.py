@@ -30,8 +30,11 @@ def test_outputs_equal_the_golden_files(workshop, name):
         pytest.fail(text, pytrace=False)
 
 
-def test_every_golden_file_has_a_case():
+def test_every_golden_file_has_a_case_and_stored_files_are_small():
     assert sorted(path.stem for path in VALUES.glob("*.json")) == sorted(CASES)
+    sizes = {path: path.stat().st_size for path in STORED_FILES.rglob("*") if path.is_file()}
+    assert sizes
+    assert max(sizes.values()) < MAX_BYTES
 
 
 def test_a_shape_has_types_and_the_values_that_programs_compare():
@@ -77,30 +80,19 @@ def test_files_are_written_with_the_same_parts_as_the_committed_ones(workshop, n
         pytest.fail("\n".join([text, *lines, f"If the format is to change: {again}"]), False)
 
 
-def test_stored_files_are_small():
-    sizes = {path: path.stat().st_size for path in STORED_FILES.rglob("*") if path.is_file()}
-    assert sizes
-    assert max(sizes.values()) < MAX_BYTES
-
-
-def test_an_index_of_another_format_is_refused(workshop):
+def test_files_of_another_format_are_refused_or_not_used(workshop):
     folder = STORED["file_tier"].copied(workshop)
     database = sqlite3.connect(folder / "index.sqlite3")
     database.execute("PRAGMA user_version = 99")
     database.close()
     with pytest.raises(StorageError, match="format 1, got 99"):
         FileTier(folder, 1 << 20)
-
-
-def test_rates_of_another_format_are_not_used(workshop):
     path = STORED["ceilings"].copied(workshop) / "ceilings.json"
     path.write_text(path.read_text().replace('"format": 2', '"format": 99'))
     found = read_ceilings(path, Machine(cpu="a processor", threads=1, torch="2.0"))
     assert isinstance(found, NotUsable)
     assert "expected format 2" in found.reason
 
-
-def test_kv_of_another_format_is_refused(workshop):
     path = STORED["exported_kv"].copied(workshop) / "prefix.safetensors"
     path.write_bytes(path.read_bytes().replace(b"quire kv 1", b"quire kv 9"))
     with pytest.raises(StorageError, match="expected a file of KV in the format 'quire kv 1'"):

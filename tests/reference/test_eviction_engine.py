@@ -543,14 +543,11 @@ def test_selected_latents_are_read_in_the_precision_of_the_codec(codec, evict):
     assert largest_difference(other.logits, first.logits) <= 1e-4
 
 
-def test_a_request_may_not_wrap_a_rule_that_cannot_score_latents():
+def test_refused_bases_on_latents_and_unknown_rules_and_full_that_is_always_allowed():
     engine = engine_of("deepseek_v3", "2MiB", evict_allow="kvcrush")
     for base in ("knorm", "(value_norm:base=h2o)", "(criticalkv:base=h2o)"):
         with pytest.raises(RequestError, match="stores latents instead of keys"):
             engine.submit(GenerationRequest([3, 4], greedy(), evict=f"kvcrush:base={base},cap=40"))
-
-
-def test_a_request_may_always_choose_full_and_no_unknown_rule_is_allowed():
     whole = run({"r": ([5] * 60, "full")}, kv={"evict": RULES["h2o"], "evict_allow": "none"})
     assert whole.usages["r"].evicted_tokens == 0
     with pytest.raises(ConfigError, match="unknown eviction policy"):

@@ -295,12 +295,15 @@ def test_only_streams_with_a_cap_below_the_context_may_exceed_it(when, prompt_to
     assert len(got["r0"]) == (30 if goes_on else 8)
 
 
-def test_prompts_over_the_context_are_rejected_if_positions_exceed_it():
+def test_what_cannot_have_keys_before_rope_or_positions_of_a_cache_is_refused():
     """Decoding reads the whole prompt, the cap is over the context, or nothing leaves."""
     for evict in (f"{EVICT},when=decode", "streaming:cap=60,every=6", "full"):
         engine = engine_of(short_context("llama", 48), evict=evict)
         with pytest.raises(RequestError, match=r"100 tokens, the model's context 48"):
             engine.submit(GenerationRequest([7] * 100, greedy(4)))
+    engine = engine_of(load("gpt2"), evict="full", kv={"evict_allow": "all"})
+    with pytest.raises(RequestError, match=r"adds learned positions.*use .sinks."):
+        engine.submit(GenerationRequest(list(range(2, 42)), greedy(4), evict=EVICT))
 
 
 def test_an_output_without_max_tokens_is_as_long_as_the_context():
@@ -319,13 +322,15 @@ def test_an_output_without_max_tokens_is_as_long_as_the_context():
 # ---- what does not go together -------------------------------------------------------------------
 
 
-def test_streaming_and_other_rules_need_different_engines(llama):
+def test_rules_for_keys_before_and_after_rope_need_different_engines(llama):
     engine = engine_of(llama)
     with pytest.raises(RequestError, match=r"'recent' needs keys stored after RoPE.*'streaming'"):
         engine.submit(GenerationRequest([5] * 9, greedy(4), evict="recent:cap=24,every=6"))
     for evict in ("full", "sinks:cap=24,every=6"):
         with pytest.raises(RequestError, match="start one with --evict streaming"):
             engine_of(llama, evict=evict).submit(GenerationRequest([5] * 9, greedy(4), evict=EVICT))
+    with pytest.raises(UnsoundCombination, match=r"'streaming' needs keys .* 'h2o' after it"):
+        engine_of(llama, kv={"evict_allow": "h2o"})
 
 
 def test_a_request_may_choose_other_sizes_or_full(llama):
@@ -337,11 +342,6 @@ def test_a_request_may_choose_other_sizes_or_full(llama):
 
     assert largest_difference(wide, own) <= TOLERANCE
     assert largest_difference(full, plain) <= TOLERANCE
-
-
-def test_rules_for_keys_before_and_after_rope_cannot_be_mixed(llama):
-    with pytest.raises(UnsoundCombination, match=r"'streaming' needs keys .* 'h2o' after it"):
-        engine_of(llama, kv={"evict_allow": "h2o"})
 
 
 @pytest.mark.parametrize("codec", ["none", "int8", "int4+residual=6"])
@@ -380,12 +380,6 @@ def test_streams_share_prefixes_with_streams_only(llama):
     assert cached["a"] == cached["b"] == 0
     assert 0 < cached["c"] <= STREAM.cap
     assert cached["d"] > STREAM.cap
-
-
-def test_streams_are_refused_where_single_requests_cannot_have_keys_before_rope():
-    engine = engine_of(load("gpt2"), evict="full", kv={"evict_allow": "all"})
-    with pytest.raises(RequestError, match=r"adds learned positions.*use .sinks."):
-        engine.submit(GenerationRequest(list(range(2, 42)), greedy(4), evict=EVICT))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt"])

@@ -106,11 +106,14 @@ def test_message_whose_text_vanishes_is_refused_in_every_api(template, post):
         assert "the text of system (" in refused(post(path, **body), "none")
 
 
-def test_later_message_that_vanishes_is_named_by_its_field(template, post):
+def test_messages_refused_by_the_template_are_named_by_their_field(template, post):
     template("{{ messages[0].content }}{{ messages[1].content }}")
     turns = [USER, USER, *of("assistant", "yes"), *of("user", "w")]
     message = refused(post(MESSAGES, messages=turns, max_tokens=1), "none")
     assert "the text of messages.3 (role 'user')" in message
+    template("{{ raise_exception('roles must alternate') }}{{ level }}")
+    response = post(CHATS, messages=[ONCE], chat_template_kwargs={"level": 1})
+    assert "roles must alternate" in refused(response, "messages")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -366,12 +369,6 @@ def test_variables_refused_by_the_template_name_the_field(
 ):
     param = "chat_template_kwargs" + (".label" if kwargs == {"label": "\ud800"} else "")
     assert message in refused(post(path, messages=[ONCE], chat_template_kwargs=kwargs), param)
-
-
-def test_messages_refused_by_the_template_name_messages(template, post):
-    template("{{ raise_exception('roles must alternate') }}{{ level }}")
-    response = post(CHATS, messages=[ONCE], chat_template_kwargs={"level": 1})
-    assert "roles must alternate" in refused(response, "messages")
 
 
 def test_variables_unused_by_the_template_are_unknown_fields(with_variables, send, caplog):

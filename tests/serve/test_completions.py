@@ -43,10 +43,12 @@ def test_completion_response_has_the_openai_format(complete, llm):
     }
 
 
-def test_prompt_formats_are_equivalent(complete, llm):
+def test_null_fields_are_unset_and_prompt_formats_equivalent(complete, llm):
     ids = llm.encode(PROMPT)
     bodies = [complete(prompt=prompt) for prompt in (PROMPT, [PROMPT], ids, [ids])]
     assert {body["choices"][0]["text"] for body in bodies} == {python_output(llm).text}
+    names = ("n", "stop", "temperature", "top_p", "logprobs", "seed", "echo", "stream")
+    assert complete(**dict.fromkeys((*names, "logit_bias")))["choices"] == complete()["choices"]
 
 
 def test_choices_are_ordered_by_prompt_and_index(complete, llm):
@@ -78,7 +80,7 @@ def test_number_of_tokens_follows_the_limits(complete, limits, count):
     assert complete(**limits)["usage"]["completion_tokens"] == count
 
 
-def test_stop_string_ends_the_output_and_is_reported(complete, llm):
+def test_stop_string_or_token_ends_the_output_and_is_reported(complete, llm):
     text = python_output(llm).text
     stop = text[3:5]
     without = complete(stop=stop)["choices"][0]
@@ -88,8 +90,6 @@ def test_stop_string_ends_the_output_and_is_reported(complete, llm):
     assert without["text"] == text[: text.index(stop)]
     assert with_it["text"] == without["text"] + stop
 
-
-def test_stop_token_ends_the_output_and_is_reported(complete, llm):
     second = python_output(llm).token_ids[1]
     body = complete(stop_token_ids=[second])
     choice = body["choices"][0]
@@ -177,11 +177,6 @@ def test_special_tokens_are_included_on_request(complete, llm):
         assert body["choices"][0]["text"] == text
 
 
-def test_null_fields_are_unset(complete):
-    names = ("n", "stop", "temperature", "top_p", "logprobs", "seed", "echo", "stream")
-    assert complete(**dict.fromkeys((*names, "logit_bias")))["choices"] == complete()["choices"]
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -230,13 +225,10 @@ def test_ranked_choices_are_numbered_in_prompt_order(complete, stream, llm, opti
     assert all(choice["finish_reason"] in ("length", "stop") for choice in choices)
 
 
-def test_usage_counts_the_prompt_once_and_every_choice(complete):
+def test_usage_counts_the_prompt_once_and_beams_of_a_chat_are_choices(complete, chat):
     one, two, best = (complete(**options)["usage"] for options in ({}, {"n": 2}, BEST))
     assert two["prompt_tokens"] == one["prompt_tokens"] == best["prompt_tokens"]
     assert (two["completion_tokens"], best["completion_tokens"]) == (8, 16)
-
-
-def test_chat_with_beam_search(chat):
     first, second = chat(use_beam_search=True, n=2)["choices"]
     assert (first["index"], second["index"]) == (0, 1)
     assert first["message"]["content"] != second["message"]["content"]
@@ -337,13 +329,20 @@ def test_chat_stream_starts_with_the_role_and_ends_with_the_finish_reason(stream
     assert text == chat(**CHAT)["choices"][0]["message"]["content"]
 
 
-def test_several_choices_share_one_stream(stream, complete):
+def test_choices_share_one_stream_and_continuous_usage_is_in_every_chunk(stream, complete):
     options = {"prompt": PROMPTS, "n": 2, "temperature": 1.0, "seed": 4, "ignore_eos": True}
     chunks = stream(COMPLETIONS, **options, max_tokens=5)
     for choice in complete(**options, max_tokens=5)["choices"]:
         text, choices = joined(chunks, choice["index"])
         assert text == choice["text"]
         assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
+
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = stream(COMPLETIONS, prompt=PROMPT, max_tokens=5, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == 5
+    assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == 1
 
 
 def test_usage_is_in_a_last_chunk_without_choices(stream, complete, chat):
@@ -358,15 +357,6 @@ def test_usage_is_in_a_last_chunk_without_choices(stream, complete, chat):
         assert last["usage"] == whole["usage"]
         assert last["usage"].get("max_tokens_limit") == ("kv_memory" if body is long else None)
         assert all("usage" not in chunk for chunk in chunks)
-
-
-def test_continuous_usage_stats_are_in_every_chunk(stream):
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = stream(COMPLETIONS, prompt=PROMPT, max_tokens=5, stream_options=options)
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts)
-    assert counts[0] < counts[-1] == 5
-    assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == 1
 
 
 @pytest.mark.parametrize("text", ["é", "你", "😀"])

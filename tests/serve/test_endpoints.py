@@ -285,13 +285,10 @@ def test_page_and_all_files_have_security_headers(send):
         assert response.headers["cache-control"] == "no-cache"
 
 
-def test_page_has_no_inline_script_or_style_and_no_other_host():
+def test_page_names_files_that_exist_and_has_no_inline_script_or_other_host():
     for name, text in ASSETS.items():
         assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\son[a-z]+=\"|innerHTML", text), name
         assert set(re.findall(r"https?://[\w.]+", text)) <= {"http://www.w3.org"}, name
-
-
-def test_every_file_that_the_page_names_exists():
     named = set(re.findall(r'dashboard/assets/([\w.]+)"', ASSETS["index.html"]))
     for name, text in ASSETS.items():
         if name.endswith(".js"):
@@ -299,11 +296,20 @@ def test_every_file_that_the_page_names_exists():
     assert named == set(ASSETS) - {"index.html"}
 
 
-def test_unchanged_file_is_not_sent_again(get):
+def test_files_need_no_key_and_are_not_sent_again_unchanged_or_without_dashboard(get, send):
     first = get(f"{ASSETS_PATH}/app.css")
     again = get(f"{ASSETS_PATH}/app.css", {"if-none-match": first.headers["etag"]})
     assert first.headers["content-type"] == "text/css; charset=utf-8"
     assert (again.status_code, again.content) == (304, b"")
+    wrong = {"headers": {"authorization": "Bearer sk-wrong-000000"}}
+    calls = [("GET", "/dashboard", {}), ("GET", f"{ASSETS_PATH}/main.js", {})]
+    calls += [("GET", "/dashboard", wrong), ("GET", f"{ASSETS_PATH}/nothing.js", {})]
+    responses = send(*calls, ("GET", "/v1/kv/overview", {}), tenant_keys=two_tenants())
+    assert [response.status_code for response in responses] == [200, 200, 200, 401, 401]
+
+    assert get("/dashboard", dashboard=False).status_code == 404
+    assert get("/dashboard", host="0.0.0.0").status_code == 404
+    assert not any(map(is_loopback, ("192.168.0.1", "example.org", "::", "")))
 
 
 OUTSIDE = ("nothing.js", "..%2F__init__.py", "%2e%2e/routes.py", "__init__.py", "..%2fmain.py")
@@ -313,14 +319,6 @@ OUTSIDE = ("nothing.js", "..%2F__init__.py", "%2e%2e/routes.py", "__init__.py", 
 def test_other_files_are_not_served(send, folder):
     responses = send(*(("GET", f"{folder}/{name}", {}) for name in OUTSIDE))
     assert [response.status_code for response in responses] == [404] * len(OUTSIDE)
-
-
-def test_files_need_no_key_and_data_does(send):
-    wrong = {"headers": {"authorization": "Bearer sk-wrong-000000"}}
-    calls = [("GET", "/dashboard", {}), ("GET", f"{ASSETS_PATH}/main.js", {})]
-    calls += [("GET", "/dashboard", wrong), ("GET", f"{ASSETS_PATH}/nothing.js", {})]
-    responses = send(*calls, ("GET", "/v1/kv/overview", {}), tenant_keys=two_tenants())
-    assert [response.status_code for response in responses] == [200, 200, 200, 401, 401]
 
 
 @pytest.mark.parametrize(
@@ -334,9 +332,3 @@ def test_files_need_no_key_and_data_does(send):
 )
 def test_dashboard_is_served_by_default_only_where_prompts_are_safe(options, with_keys, expected):
     assert ServerConfig(**options).has_dashboard(with_keys=with_keys) is expected
-
-
-def test_server_without_dashboard_has_no_page(get):
-    assert get("/dashboard", dashboard=False).status_code == 404
-    assert get("/dashboard", host="0.0.0.0").status_code == 404
-    assert not any(map(is_loopback, ("192.168.0.1", "example.org", "::", "")))

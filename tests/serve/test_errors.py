@@ -289,16 +289,13 @@ def test_json_content_types_are_accepted(send, content_type):
     assert send(("POST", COMPLETIONS, body))[0].status_code == 200
 
 
-def test_unknown_paths_and_methods_have_the_error_format(get):
+def test_unknown_paths_and_options_that_fail_an_output_have_the_error_format(get, post, llm):
     error = error_of(get("/v1/images/generations"), 404)
     assert error["type"] == "NotFoundError"
     message = "this server has no path /v1/images/generations: see /docs for its API"
     assert error["message"] == message
     message = f"{COMPLETIONS} does not take GET: use POST"
     assert error_of(get(COMPLETIONS), 405)["message"] == message
-
-
-def test_output_that_fails_by_the_options_of_its_request_is_a_bad_request(post, llm):
     eos = list(llm.model.generation.eos_token_ids)
     response = post(COMPLETIONS, prompt=PROMPT, allowed_token_ids=eos, min_tokens=2)
     assert "leave no token to sample" in error_of(response, 400)["message"]

@@ -131,7 +131,7 @@ def test_unknown_fields_are_refused_if_configured(send, path, body):
     assert "unknown field `background`: leave it out" in refused(unknown, "background")
 
 
-def test_fields_of_stream_options_and_messages_are_checked(post):
+def test_misspelt_stream_options_and_messages_are_named_and_long_names_are_not(post):
     options = {"stream": True, "stream_options": {"include_usge": True}}
     response = post(CHATS, **BODIES[CHATS], **options)
     assert "`include_usage`" in refused(response, "stream_options.include_usge")
@@ -140,6 +140,9 @@ def test_fields_of_stream_options_and_messages_are_checked(post):
     many = {f"field-{number}": 1 for number in range(MAX_EXTRA_FIELDS + 1)}
     message = refused(post(COMPLETIONS, prompt="a", **many), None)
     assert "expected at most 64 unknown fields, got 65" in message
+    assert nearest("temperature" * 10_000, ("temperature",)) is None
+    with pytest.raises(RequestError, match="temperature"):
+        unknown_fields({"temperture": 1}, ("temperature",))
 
 
 OPEN_WEBUI = (
@@ -252,12 +255,6 @@ def test_reasoning_effort_without_effect_is_reported_in_the_header(send, caplog,
 def test_client_specific_fields_are_not_misspellings(name):
     for body in (ChatBody, CompletionBody):
         assert unknown_fields({name: 1}, body.model_fields) == [name]
-
-
-def test_long_name_has_no_nearest_field():
-    assert nearest("temperature" * 10_000, ("temperature",)) is None
-    with pytest.raises(RequestError, match="temperature"):
-        unknown_fields({"temperture": 1}, ("temperature",))
 
 
 @pytest.mark.parametrize("path", BODIES)

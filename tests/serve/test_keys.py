@@ -105,15 +105,12 @@ def read(tmp_path):
     return of
 
 
-def test_tenant_file_has_keys_digests_and_rate_limits(read):
+def test_tenant_file_has_keys_digests_and_limits_and_default_keys_are_added(read):
     assert read(f'a = ["{KEY_A}", "sk-a-9b2e4410"]\nb = "{KEY_B}"\n') == TenantFile(KEYS)
     digest = hashlib.sha256(KEY_A.encode()).hexdigest()
     found = read(f'[a]\nkeys = "sha256:{digest}"\ntokens_per_minute = 50\n[b]\nkeys = []\n')
     assert found.rate_limits == {"a": RateLimit(tokens_per_minute=50)}
     assert TenantKeys(found.keys).tenant_of(f"Bearer {KEY_A}") == "a"
-
-
-def test_keys_of_the_default_tenant_are_added():
     found = with_default_keys(TenantFile({"default": (KEY_A,), "b": ()}), (KEY_B,))
     keys = TenantKeys(found.keys)
     assert {keys.tenant_of(f"Bearer {key}") for key in (KEY_A, KEY_B)} == {"default"}
@@ -335,8 +332,12 @@ def test_too_long_text_is_not_tokenized(serve, llm, monkeypatch, path, body, par
     assert max(tokenized, default=0) < 100
 
 
-def test_text_of_the_context_length_is_tokenized(post):
+def test_texts_up_to_the_context_are_tokenized_and_cache_positions_have_no_limit(post):
     assert post("/tokenize", prompt=" particular" * 512).json()["count"] == 512
+    options = {"max_tokens": 1, "evict": "recent:cap=64,positions=cache"}
+    response = post(COMPLETIONS, prompt="Once upon a time " * 1_000, **options)
+    assert response.status_code in (200, 400)
+    assert "characters, at least" not in response.text
 
 
 def test_too_many_token_ids_are_not_decoded(serve, llm, monkeypatch):
@@ -353,13 +354,6 @@ def test_too_many_token_ids_are_not_decoded(serve, llm, monkeypatch):
     assert error_of(detokenized, 400)["param"] == "tokens"
     assert "5000 tokens" in error_of(completed, 400)["message"]
     assert not decoded
-
-
-def test_request_with_cache_positions_has_no_text_limit(post):
-    options = {"max_tokens": 1, "evict": "recent:cap=64,positions=cache"}
-    response = post(COMPLETIONS, prompt="Once upon a time " * 1_000, **options)
-    assert response.status_code in (200, 400)
-    assert "characters, at least" not in response.text
 
 
 def test_long_text_of_a_tenant_does_not_block_another_tenant(serve, llm, monkeypatch):
@@ -506,8 +500,23 @@ def limits_of(clock=None, **limits):
     return RateLimits(RateLimit(**limits), clock=clock or Clock())
 
 
-def test_without_limits_nothing_is_charged():
+def test_tenants_have_separate_bounded_buckets_if_limits_are_set(monkeypatch):
     assert limits_of().charge("a", requests=10**6, tokens=10**9).headers == {}
+
+    own = {"b": RateLimit(requests_per_minute=2)}
+    limits = RateLimits(RateLimit(requests_per_minute=1), own, Clock())
+    limits.charge("a", requests=1, tokens=0)
+    limits.charge("b", requests=2, tokens=0)
+
+    for tenant in ("a", "b"):
+        with pytest.raises(RateLimited):
+            limits.charge(tenant, requests=1, tokens=0)
+
+    monkeypatch.setattr(rate_limits, "MAX_TENANTS", 4)
+    limits = limits_of(requests_per_minute=1)
+    for number in range(100):
+        limits.charge(f"t{number}", requests=1, tokens=0)
+    assert len(limits._buckets) <= 8
 
 
 def remaining(headers):
@@ -529,18 +538,7 @@ def test_bucket_refills_continuously():
     limits.charge("a", requests=1, tokens=5)
 
 
-def test_tenants_have_separate_buckets():
-    own = {"b": RateLimit(requests_per_minute=2)}
-    limits = RateLimits(RateLimit(requests_per_minute=1), own, Clock())
-    limits.charge("a", requests=1, tokens=0)
-    limits.charge("b", requests=2, tokens=0)
-
-    for tenant in ("a", "b"):
-        with pytest.raises(RateLimited):
-            limits.charge(tenant, requests=1, tokens=0)
-
-
-def test_refused_request_is_not_charged():
+def test_refused_request_is_not_charged_and_unused_charges_are_returned_once():
     limits = limits_of(requests_per_minute=5, tokens_per_minute=100)
     limits.charge("a", requests=1, tokens=90)
     with pytest.raises(RateLimited, match="tokens per minute, of which 10 are left"):
@@ -549,17 +547,12 @@ def test_refused_request_is_not_charged():
     headers = limits.charge("a", requests=1, tokens=10).headers
     assert remaining(headers) == ("3", "0")
     assert headers["x-ratelimit-reset-tokens"] == "1m0s"
-
-
-def test_unused_tokens_are_returned_once():
     limits = limits_of(tokens_per_minute=100)
     charge = limits.charge("a", requests=1, tokens=100)
     charge.settle(40)
     charge.settle(0)
     assert remaining(limits.charge("a", requests=1, tokens=60).headers) == (None, "0")
 
-
-def test_refund_returns_requests_and_tokens_once():
     limits = limits_of(requests_per_minute=2, tokens_per_minute=100)
     charge = limits.charge("a", requests=2, tokens=100)
     charge.refund()
@@ -591,14 +584,6 @@ def test_a_tenant_never_gets_more_than_the_limit_and_one_burst(steps):
     assert used <= limit + limit * (clock.now_s - 100) / 60 + 1e-6
 
 
-def test_buckets_are_bounded(monkeypatch):
-    monkeypatch.setattr(rate_limits, "MAX_TENANTS", 4)
-    limits = limits_of(requests_per_minute=1)
-    for number in range(100):
-        limits.charge(f"t{number}", requests=1, tokens=0)
-    assert len(limits._buckets) <= 8
-
-
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "5", 10**13])
 def test_invalid_limits_are_refused(value):
     init = inspect.unwrap(RateLimit.__init__)  # values of a file have any type
@@ -616,12 +601,17 @@ def test_durations_have_the_format_of_openai(seconds, text):
 POSTED = ("POST", COMPLETIONS, {"json": BODY})
 
 
-def test_server_refuses_with_429_and_headers(send):
+def test_server_refuses_with_429_and_limits_the_tenant_of_the_key(send):
     first, second, third = send(POSTED, POSTED, POSTED, requests_per_minute=2)
     assert first.headers["x-ratelimit-limit-requests"] == "2"
     assert remaining(second.headers) == ("0", None)
     assert error_of(third, 429)["type"] == "RateLimitError"
     assert 1 <= int(third.headers["retry-after"]) <= 30
+    keys = TenantKeys({"a": (KEY_A,), "b": (KEY_B,)})
+    headers = [{"headers": {"authorization": f"Bearer {key}"}} for key in (KEY_A, KEY_A, KEY_B)]
+    calls = [("POST", COMPLETIONS, {"json": BODY} | each) for each in headers]
+    responses = send(*calls, tenant_keys=keys, requests_per_minute=1)
+    assert [response.status_code for response in responses] == [200, 429, 200]
 
 
 @pytest.mark.parametrize(
@@ -672,11 +662,3 @@ def test_request_that_a_full_queue_refuses_is_not_charged(serve):
     statuses, headers = serve(main, requests_per_minute=100, max_num_queued_reqs=1)
     assert 503 in statuses
     assert int(remaining(headers)[0]) >= 100 - statuses.count(200) - 1
-
-
-def test_limits_apply_to_the_tenant_of_the_key(send):
-    keys = TenantKeys({"a": (KEY_A,), "b": (KEY_B,)})
-    headers = [{"headers": {"authorization": f"Bearer {key}"}} for key in (KEY_A, KEY_A, KEY_B)]
-    calls = [("POST", COMPLETIONS, {"json": BODY} | each) for each in headers]
-    responses = send(*calls, tenant_keys=keys, requests_per_minute=1)
-    assert [response.status_code for response in responses] == [200, 429, 200]

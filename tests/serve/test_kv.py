@@ -650,7 +650,7 @@ def test_stream_resumes_after_the_last_known_event(with_app, resume):
     assert with_app(main) == [-2, -1, 0]
 
 
-def test_stream_of_some_kinds(with_app):
+def test_stream_has_the_requested_kinds_and_comments_while_it_is_idle(with_app):
     async def main(app):
         listener = await Listener(app, "kinds=evicted,admitted").started()
         for kind in ("freed", "evicted", "chunk", "admitted"):
@@ -659,6 +659,13 @@ def test_stream_of_some_kinds(with_app):
         return [event["kind"] for event in events]
 
     assert with_app(main) == ["evicted", "admitted"]
+
+    async def main(app):
+        listener = await Listener(app).started()
+        await listener.until(lambda found: ": keep-alive\n\n" in found.text)
+        await listener.leave()
+
+    with_app(main, sse_keep_alive_interval=0.01)
 
 
 def test_tenant_receives_only_its_own_events(with_app):
@@ -717,15 +724,6 @@ def test_number_of_streams_is_bounded(with_app, monkeypatch):
     status, text = with_app(main)
     assert status == 503
     assert "2 streams of KV events are open" in text
-
-
-def test_idle_stream_sends_comments(with_app):
-    async def main(app):
-        listener = await Listener(app).started()
-        await listener.until(lambda found: ": keep-alive\n\n" in found.text)
-        await listener.leave()
-
-    with_app(main, sse_keep_alive_interval=0.01)
 
 
 def test_event_is_sent_once_if_it_is_stored_and_not_yet_delivered(with_app):

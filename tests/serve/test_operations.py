@@ -98,15 +98,12 @@ PREFLIGHT = {
 }
 
 
-def test_preflight_of_an_allowed_origin_needs_no_key(send):
+def test_preflight_of_an_allowed_origin_needs_no_key_and_others_get_none(send, get):
     origin, keys = "https://chat.example", TenantKeys({"a": ("sk-a-2f0c77d1",)})
     call = ("OPTIONS", COMPLETIONS, {"headers": PREFLIGHT})
     [response] = send(call, tenant_keys=keys, allowed_origins=(origin,))
     assert response.status_code == 200
     assert response.headers["access-control-allow-origin"] == origin
-
-
-def test_other_origins_get_no_permission(get):
     for options in ({}, {"allowed_origins": ("https://other.example",)}):
         response = get("/version", {"origin": "https://chat.example"}, **options)
         assert "access-control-allow-origin" not in response.headers
@@ -301,12 +298,16 @@ def idle():
         yield server
 
 
-def test_start_names_model_memory_and_concurrency(idle):
+def test_start_and_banner_name_model_memory_and_requests_that_fit(idle, llm):
     text = "".join(idle.lines)
     assert "Model: quire-tiny, float32 on cpu" in text
     assert "KV memory: 4,194,304 B (4.00 MiB), 256 pages of 16,384 B, float32" in text
     assert "Requests that the KV memory holds: 1 of 512 tokens, 0 of 2,048 tokens" in text
     assert "Sampling of requests that set none: temperature 0 (the model's)" in text
+    assert "attention " in banner(Service(llm, ServerConfig()))
+    held, of_twice = (concurrent_requests(llm, tokens) for tokens in (100, 200))
+    assert held >= 2 * of_twice > 0
+    assert concurrent_requests(llm, 100_000) == 0
 
 
 @pytest.mark.parametrize(
@@ -329,13 +330,6 @@ def test_headers_over_the_limit_are_refused_as_json(idle, sent, status):
 
 
 # ---- in process ----------------------------------------------------------------------------------
-
-
-def test_banner_counts_requests_that_fit(llm):
-    assert "attention " in banner(Service(llm, ServerConfig()))
-    held, of_twice = (concurrent_requests(llm, tokens) for tokens in (100, 200))
-    assert held >= 2 * of_twice > 0
-    assert concurrent_requests(llm, 100_000) == 0
 
 
 @pytest.mark.parametrize(
@@ -676,13 +670,11 @@ def test_incomplete_request_is_closed_after_the_timeout(loop, sent):
         assert is_closed_after_the_timeout(client, loop)
 
 
-def test_slowly_sent_headers_are_closed_after_the_timeout(loop):
+def test_slowly_sent_headers_are_closed_and_bodies_accepted(loop):
     with connected(loop) as client:
         client.sendall(HEADERS)
         assert 5 <= sends_until_closed(client, loop, b"X: y\r\n", TIMEOUT_S / 5) <= 7
 
-
-def test_slowly_sent_body_is_accepted(loop):
     with connected(loop) as client:
         client.sendall(HEADERS + KEY + b"Content-Length: %d\r\n\r\n" % len(BODY))
         for byte in BODY:

@@ -177,12 +177,15 @@ def test_wrong_body_of_a_response_is_refused(post, body, param):
 # ---- messages ------------------------------------------------------------------------------------
 
 
-def test_message_has_the_text_of_the_chat(message, chat):
+def test_message_has_the_text_of_the_chat_and_names_its_stop_sequence(message, chat):
     body, text = message(temperature=0), text_of(chat(max_tokens=5, temperature=0))
     assert body["content"] == [{"type": "text", "text": text}]
     assert (body["type"], body["role"]) == ("message", "assistant")
     assert (body["stop_reason"], body["usage"]["output_tokens"]) == ("max_tokens", 5)
     assert body["id"].startswith("msg_")
+    stop = message(temperature=0, max_tokens=12)["content"][0]["text"].split()[2]
+    body = message(temperature=0, max_tokens=12, stop_sequences=[stop])
+    assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", stop)
 
 
 @pytest.mark.parametrize("system", ["Be kind.", [{"type": "text", "text": "Be kind."}]])
@@ -192,12 +195,6 @@ def test_system_and_blocks_are_the_messages_of_a_chat(message, chat, system):
     begin = {"role": "system", "content": "Be kind."}
     expected = chat(messages=[begin, {"role": "user", "content": "Hi there"}])
     assert found["usage"]["input_tokens"] == expected["usage"]["prompt_tokens"]
-
-
-def test_stop_sequence_is_named(message):
-    stop = message(temperature=0, max_tokens=12)["content"][0]["text"].split()[2]
-    body = message(temperature=0, max_tokens=12, stop_sequences=[stop])
-    assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", stop)
 
 
 def test_stream_of_a_message(post, message):

@@ -71,10 +71,15 @@ def test_truncated_prompt_is_the_end_of_the_prompt(complete, chat, llm):
     assert chat(truncate_prompt_tokens=3)["usage"]["prompt_tokens"] == 3
 
 
-def test_prompt_over_the_longest_sequence_is_accepted_with_truncation(post, complete):
+def test_scores_equal_those_of_an_echo_and_a_long_prompt_is_truncated(post, complete):
     too_long = {"prompt": LONG * 200, "max_tokens": 1}
     assert "characters" in refused(post(COMPLETIONS, **too_long), "prompt")
     assert complete(**too_long, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] > 500
+    echoed = complete(echo=True, logprobs=0, max_tokens=1)["choices"][0]["logprobs"]
+    scored = complete(prompt_logprobs=0, max_tokens=1)["choices"][0]["prompt_logprobs"]
+    for expected, entry in zip(echoed["token_logprobs"][1:-1], scored[1:], strict=True):
+        [found] = entry.values()
+        assert math.isclose(found["logprob"], expected, abs_tol=1e-5)
 
 
 @pytest.mark.parametrize("value", [0, -2, "all", 1.5, True])
@@ -242,14 +247,6 @@ def test_scores_of_the_prompt(post, path):
     assert "prompt_logprobs" not in post(path, **BODIES[path], max_tokens=1).text
 
 
-def test_scores_equal_those_of_an_echo(complete):
-    echoed = complete(echo=True, logprobs=0, max_tokens=1)["choices"][0]["logprobs"]
-    scored = complete(prompt_logprobs=0, max_tokens=1)["choices"][0]["prompt_logprobs"]
-    for expected, entry in zip(echoed["token_logprobs"][1:-1], scored[1:], strict=True):
-        [found] = entry.values()
-        assert math.isclose(found["logprob"], expected, abs_tol=1e-5)
-
-
 # ---- kv_budget and rules -------------------------------------------------------------------------
 
 
@@ -398,12 +395,17 @@ def characters_per_token(tokenizer):
     return getattr(text_length(tokenizer), "characters_per_token", None)
 
 
-def test_bound_is_the_longest_vocabulary_entry_and_holds_for_every_text(llm):
+def test_bound_of_texts_is_the_longest_entry_or_none(llm):
     width = characters_per_token(llm.model.tokenizer)
     assert width == len("Ġunderstand")
     assert characters_per_token(make_tokenizer()) == 1
     for text in ("understand " * 100, "particular" * 50, "\n" * 999, "x" * 999, "é你😀" * 333):
         assert len(llm.encode(text)) * width >= len(text)
+    token = AddedToken("<mask>", lstrip=True, normalized=True)
+    words = models.WordLevel({"<unk>": 0, "Hi": 1}, unk_token="<unk>")
+    assert text_length(make_tokenizer(normalizers.NFKC(), added=[token])) is None
+    assert text_length(make_tokenizer(added=[token])).stripping == ("<mask>",)
+    assert characters_per_token(make_tokenizer(model=words)) is None
 
 
 @pytest.mark.parametrize(
@@ -438,14 +440,6 @@ def test_spaces_stripped_by_an_added_token_are_not_counted(sides, special, norma
     assert length.stripping == (("<mask>",) if sides else ())
 
 
-def test_no_bound_for_a_stripping_token_in_normalized_text_and_merged_unknown_characters():
-    token = AddedToken("<mask>", lstrip=True, normalized=True)
-    words = models.WordLevel({"<unk>": 0, "Hi": 1}, unk_token="<unk>")
-    assert text_length(make_tokenizer(normalizers.NFKC(), added=[token])) is None
-    assert text_length(make_tokenizer(added=[token])).stripping == ("<mask>",)
-    assert characters_per_token(make_tokenizer(model=words)) is None
-
-
 # ---- texts, bytes and positions of single tokens, for all kinds of tokenizers --------------------
 
 
@@ -462,22 +456,17 @@ def sentence_pieces():
     return found
 
 
-def test_token_text_includes_its_leading_space_and_byte_tokens_have_exact_bytes(sentence_pieces):
+def test_text_of_tokens_and_their_exact_bytes(sentence_pieces, llm):
     pieces = TokenPieces(sentence_pieces)
     assert sentence_pieces.decode([2]) == "world"
     assert [pieces.text(token) for token in (1, 2, 3)] == [" Hello", " world", "s"]
     assert pieces.raw(2) == b" world"
     assert b"".join(pieces.raw(token) for token in (4, 5, 6, 7)).decode() == "😀"
-
-
-def test_byte_level_tokens_have_exact_bytes(llm):
     pieces, text = TokenPieces(llm.model.tokenizer), "naïve 你好 😀 \x00\n\t~"
     assert b"".join(pieces.raw(token) for token in llm.encode(text)) == text.encode()
     raws = [pieces.raw(token) for token in range(2048)]
     assert len({raw for raw in raws if len(raw) == 1}) == 256
 
-
-def test_without_a_tokenizer_tokens_are_named_by_their_ids():
     pieces = TokenPieces(None)
     assert (pieces.text(17), pieces.raw(17)) == ("token_id:17", b"token_id:17")
     assert positions(pieces, [3, 4], "") == [("token_id:3", 0), ("token_id:4", 0)]
@@ -562,7 +551,7 @@ def test_work_runs_in_a_thread_that_an_exception_does_not_end():
     assert run(main, 1).startswith("test")
 
 
-def test_tenants_are_served_round_robin_in_one_thread():
+def test_tenants_are_served_round_robin_and_removed_when_idle():
     jobs, order = ["a0", "a1", "a2", "a3", "b0", "b1", "c0"], []
 
     async def main(pool):
@@ -570,6 +559,12 @@ def test_tenants_are_served_round_robin_in_one_thread():
 
     run(main, 1)
     assert order == ["a0", "b0", "c0", "a1", "b1", "a2", "a3"]
+
+    async def main(pool):
+        await asyncio.gather(*(pool.run(str(n), int) for n in range(50)))
+        return pool._tenants
+
+    assert run(main, 3) == {}
 
 
 def test_tenants_with_single_jobs_do_not_starve_a_queue():
@@ -621,11 +616,3 @@ def test_cancelled_waiting_work_does_not_run():
 
     assert run(main, 1) == "next"
     assert not calls
-
-
-def test_idle_tenants_are_removed():
-    async def main(pool):
-        await asyncio.gather(*(pool.run(str(n), int) for n in range(50)))
-        return pool._tenants
-
-    assert run(main, 3) == {}

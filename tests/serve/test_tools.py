@@ -184,8 +184,13 @@ def test_wrong_tools_are_refused_by_name(tools, choice, param, message):
     assert refused.value.param == param
 
 
-def test_no_tools_and_a_neutral_choice_are_none():
+def test_neutral_choices_are_none_and_forced_schemas_have_no_annotations():
     assert read_tools([], "auto", parallel=False) is read_tools(None, None, parallel=None) is None
+    properties = {"title": {"type": "string", "default": "x"}, "default": {"enum": ["a"]}}
+    assert forced_schema({"title": "T", "description": "D", "properties": properties}) == {
+        "properties": {"title": {"type": "string"}, "default": {"enum": ["a"]}},
+        "additionalProperties": False,
+    }
 
 
 def test_references_of_forced_schemas_stay_valid():
@@ -200,14 +205,6 @@ def test_references_of_forced_schemas_stay_valid():
     assert moved["properties"]["p"] == {"$ref": "#/$defs/tool1/$defs/point"}
     assert moved["$defs"]["point"]["items"] == {"$ref": "#/$defs/tool1/$defs/point"}
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
-
-
-def test_annotations_are_no_part_of_a_forced_schema():
-    properties = {"title": {"type": "string", "default": "x"}, "default": {"enum": ["a"]}}
-    assert forced_schema({"title": "T", "description": "D", "properties": properties}) == {
-        "properties": {"title": {"type": "string"}, "default": {"enum": ["a"]}},
-        "additionalProperties": False,
-    }
 
 
 def test_forced_arguments_have_no_further_properties():
@@ -533,15 +530,12 @@ def test_output_is_an_object(post, fields):
     assert choice["message"]["content"].startswith("{")
 
 
-def test_stream_is_the_whole_output(stream, post):
+def test_stream_is_the_whole_output_and_choices_have_matchers_of_their_own(stream, post):
     body = BODIES[CHATS] | {"response_format": FORMAT}
     choices = [chunk["choices"][0] for chunk in stream(CHATS, **body)]
     text = "".join(choice["delta"].get("content", "") for choice in choices)
     assert text == text_of(post(CHATS, **body))
     assert choices[-1]["finish_reason"] == "stop"
-
-
-def test_choices_have_matchers_of_their_own(post):
     response = post(CHATS, **BODIES[CHATS], response_format=FORMAT, n=3)
     texts = [choice["message"]["content"] for choice in response.json()["choices"]]
     for text in texts:
@@ -596,11 +590,15 @@ def test_wrong_structure_is_refused_with_its_field(post, path, fields, param, me
     assert message in refused(post(path, **BODIES[path] | fields), param)
 
 
-def test_refused_structure_does_not_stop_other_requests(send):
+def test_structures_that_are_null_unknown_or_refused_affect_no_other_request(send):
     fields = {"guided_regex": "(a"}, {"guided_regex": "(((a+)+)+)+b" * 200, "max_tokens": 2}, {}
     body = BODIES[COMPLETIONS]
     *_, last = send(*(("POST", COMPLETIONS, {"json": body | more}) for more in fields))
     assert last.status_code == 200
+    assert read_structure(dict.fromkeys(("guided_json", "response_format"))) is None
+    assert read_structure({"guided_json_object": False}) is None
+    with pytest.raises(RequestError, match="no option 'jason'"):
+        read_structure({"structured_outputs": {"jason": {}}})
 
 
 GROWS = {"guided_grammar": 'start: e\ne: e e | "a" | e e e'}
@@ -681,10 +679,3 @@ def test_large_structures_of_all_kinds_are_served_or_refused(post):
     )
     assert statuses == [200] * len(served) + [400] * len(too_large)
     assert last in (200, 400)
-
-
-def test_null_fields_set_no_structure_and_unknown_options_are_named():
-    assert read_structure(dict.fromkeys(("guided_json", "response_format"))) is None
-    assert read_structure({"guided_json_object": False}) is None
-    with pytest.raises(RequestError, match="no option 'jason'"):
-        read_structure({"structured_outputs": {"jason": {}}})

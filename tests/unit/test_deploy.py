@@ -21,16 +21,13 @@ PROBES = ("startup", "liveness", "readiness")
 NAMES = {f"quire_{m.name}" + ("_total" if m.kind == "counter" else "") for m in METRICS}
 
 
-def test_every_query_of_the_board_names_metrics_that_exist():
+def test_queries_and_alerts_name_metrics_that_exist():
     expressions = queries()
     assert len(expressions) > 30
     for name, expression in expressions.items():
         assert metric_names(expression), name
         assert metric_names(expression) <= NAMES, name
         assert "$" not in expression, name
-
-
-def test_every_alert_names_metrics_that_exist():
     [group] = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
     assert len(group["rules"]) >= 5
     for rule in group["rules"]:

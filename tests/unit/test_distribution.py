@@ -90,22 +90,17 @@ def test_modules_import_declared_packages_and_extras_only_in_their_package() -> 
     assert faults == []
 
 
-def test_core_has_no_package_that_no_module_imports() -> None:
+def test_requirements_are_imported_have_floors_and_are_those_of_the_code():
     imported = {
         name for path in (ROOT / "src/quire").rglob("*.py") for name, _ in third_party_imports(path)
     }
     assert names(PROJECT["dependencies"]) - imported == USED_BY_TRANSFORMERS
-
-
-def test_extras_of_the_code_are_those_of_the_distribution() -> None:
     assert PROJECT["name"] == extras.DISTRIBUTION
     assert set(OPTIONAL) == set(extras.EXTRAS)
     for extra, modules in extras.EXTRAS.items():
         assert {DISTRIBUTIONS.get(name, name) for name in modules} <= names(OPTIONAL[extra])
         assert OPTIONAL[extra]
 
-
-def test_every_requirement_has_a_floor_and_no_ceiling() -> None:
     for text in [*PROJECT["dependencies"], *(text for each in OPTIONAL.values() for text in each)]:
         assert [specifier.operator for specifier in Requirement(text).specifier] == [">="], text
 
@@ -285,13 +280,10 @@ def test_installed_library_matches_its_digest() -> None:
 # ---- changelog -----------------------------------------------------------------------------------
 
 
-def test_fragments_have_names_that_towncrier_prints_without_a_reference() -> None:
+def test_fragments_have_plain_names_and_the_newest_release_is_this_version():
     form = r"(\+[\w-]+|\d+)\.(added|changed|fixed|removed)\.md"
     found = [path.name for path in (ROOT / "changelog.d").glob("*.md")]
     assert [name for name in found if not re.fullmatch(form, name)] == []
-
-
-def test_newest_release_of_the_changelog_is_this_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     releases = re.findall(r"^## (\S+) \(\d{4}-\d\d-\d\d\)$", text, re.MULTILINE)
     assert releases[0] == __version__

@@ -54,18 +54,12 @@ def test_every_public_name_can_be_seen_by_type_checkers() -> None:
     assert set(quire.__all__) <= imported
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_policy_and_codec_is_described():
     assert [p for p in SOURCES if not ast.get_docstring(ast.parse(p.read_text("utf-8")))] == []
-
-
-def test_every_policy_has_a_row_with_its_source() -> None:
     table = (ROOT / "docs/reference/policies.md").read_text(encoding="utf-8")
     for name in (FULL, *registered()):
         [row] = [line for line in table.splitlines() if line.startswith(f"| `{name}` |")]
         assert all(cell.strip() for cell in row.strip("|").split("|")), row
-
-
-def test_every_codec_has_a_row() -> None:
     table = (ROOT / "docs/quantization.md").read_text(encoding="utf-8")
     for name in CODECS:
         assert f"\n| `{name}` | " in table

@@ -47,14 +47,12 @@ def by_name(left: "Float[Tensor, ' n']", right: "Float[Tensor, ' n']") -> "Float
     return left + right
 
 
-def test_shapes_of_quire_are_checked():
+def test_shapes_and_types_of_quire_are_checked():
     logits = torch.zeros(2, 5)
     apply_temperature(logits, torch.ones(2))
     with pytest.raises(WRONG, match="temperatures"):
         apply_temperature(logits, torch.ones(3))
 
-
-def test_types_without_shapes_are_checked():
     assert len(list(group_needs([Need(1)]))) == 1
     with pytest.raises(WRONG, match="needs"):
         list(group_needs(Need(1)))
@@ -63,20 +61,14 @@ def test_types_without_shapes_are_checked():
         Need("1")
 
 
-def test_return_shape_is_checked_against_argument_shapes():
+def test_axis_sizes_agree_in_arguments_results_and_calls():
     doubled(torch.ones(3))
     with pytest.raises(WRONG):
         doubled(torch.ones(3), wrong=True)
-
-
-def test_axis_name_has_one_size_per_call():
     assert len(tail(torch.ones(3))) == 3
     by_name(torch.ones(3), torch.ones(3))
     with pytest.raises(WRONG):
         by_name(torch.ones(1), torch.ones(3))
-
-
-def test_axis_size_can_be_an_argument():
     assert len(first(torch.ones(3), 2, 2)) == 2
     with pytest.raises(WRONG):
         first(torch.ones(3), 2, 1)

@@ -304,15 +304,13 @@ def test_constructors_name_the_parameter_of_wrong_type(cls, args, kwargs, messag
     assert str(raised.value).split(",")[0] == message
 
 
-def test_prompts_are_charged_to_the_given_tenant_and_salt(llm):
+def test_requests_set_tenants_salts_metadata_and_their_own_options(llm, expected):
     prompt = [3, 4, 5, 6, 7, 8, 9, 10, 11]
     for tenant, salt, cached in (("a", "", 0), ("b", "", 0), ("a", "x", 0), ("a", "", 8)):
         [output] = llm.generate([prompt], GREEDY, tenant=tenant, cache_salt=salt)
         assert output.usage.cached_tokens == cached
     assert [stats.tenant for stats in llm.stats().served] == ["a", "b"]
 
-
-def test_generation_request_sets_its_own_options(llm, expected):
     requests = [
         GenerationRequest(prompt, GREEDY, priority=n, cache_salt=str(n), request_id=f"own-{n}")
         for n, prompt in enumerate(PROMPTS)
@@ -321,6 +319,12 @@ def test_generation_request_sets_its_own_options(llm, expected):
     assert [output.request_id for output in outputs] == [f"own-{n}" for n in range(len(PROMPTS))]
     assert [output.token_ids for output in outputs] == expected
     assert tokens_of(llm.stream(requests[0])) == expected[0]
+
+    given = dict(METADATA)
+    requests = [GenerationRequest([3, 4, 5], GREEDY, metadata=one) for one in (given, None)]
+    given["user"] = "another"  # metadata is copied
+    found = [output.request for output in llm.generate(requests)]
+    assert [request.metadata for request in found] == [METADATA, None]
 
 
 @pytest.mark.parametrize(
@@ -472,14 +476,6 @@ def test_chat_of_an_async_llm_is_that_of_the_llm(chatting):
 
 
 METADATA = {"user": "u-1", "trace": "t-9"}
-
-
-def test_outputs_have_the_metadata_of_their_request(llm):
-    given = dict(METADATA)
-    requests = [GenerationRequest([3, 4, 5], GREEDY, metadata=one) for one in (given, None)]
-    given["user"] = "another"  # metadata is copied
-    found = [output.request for output in llm.generate(requests)]
-    assert [request.metadata for request in found] == [METADATA, None]
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_messages_keep_their_parts_and_other_fields():
     assert found[1]["tool_calls"][0]["id"] == "c"
 
 
-def test_prefix_is_prepended_to_text_prompts_and_a_prompt_key_expects_data_rows():
+def test_prefixes_prompt_keys_and_max_completion_tokens_are_read():
     for prompt, expected in (("Hi", "<|doc|>Hi"), ([1, 2], [1, 2])):
         assert parse({"prompt": prompt}, LineFormat(prefix="<|doc|>")).prompt == expected
     assert parse(COMPLETION, LineFormat(prefix="<|doc|>")).prompt == "<|doc|>Hi"
@@ -102,6 +102,9 @@ def test_prefix_is_prepended_to_text_prompts_and_a_prompt_key_expects_data_rows(
     line = parse(row, LineFormat(prompt_key="question"))
     assert (line.prompt, line.sampling, line.head.name) == ("Why?", {}, "7")
     assert "question" in str(refusal({"prompt": "x"}, LineFormat(prompt_key="question")))
+    both = {"max_tokens": 5, "max_completion_tokens": 7}
+    for body in (both, dict(reversed(both.items()))):
+        assert parse({"prompt": "Hi", **body}).sampling == {"max_tokens": 7}
 
 
 @pytest.mark.parametrize(
@@ -144,12 +147,6 @@ def test_unsupported_fields_are_refused_by_name(member):
     error = refusal(COMPLETION | {"body": COMPLETION["body"] | member})
     assert next(iter(member)) in str(error)
     assert (error.head.number, error.head.name) == (3, "a")
-
-
-def test_max_completion_tokens_overrides_max_tokens():
-    both = {"max_tokens": 5, "max_completion_tokens": 7}
-    for body in (both, dict(reversed(both.items()))):
-        assert parse({"prompt": "Hi", **body}).sampling == {"max_tokens": 7}
 
 
 @pytest.mark.parametrize("prompts", [["a", ""], [[1], []], ["a", 5], ["a", [1]], [[1], [True]]])
@@ -312,7 +309,7 @@ def test_plain_output_record():
     assert output_record(line(), output(), model="m", with_prompt=True)["prompt"] == "Hi"
 
 
-def test_completion_record_parses_with_the_openai_client():
+def test_records_parse_with_the_openai_client():
     record = output_record(line("completions"), output(), model="m")
 
     assert (record["custom_id"], record["error"]) == ("a", None)
@@ -321,9 +318,6 @@ def test_completion_record_parses_with_the_openai_client():
     assert (body.choices[0].text, body.usage.total_tokens) == ("Hello", 5)
     usage = record["response"]["body"]["usage"]
     assert usage == usage_body([USAGE])
-
-
-def test_chat_record_parses_with_the_openai_client():
     record = output_record(line("chat"), output(finish_reason="length"), model="m")
     body = ChatCompletion.model_validate(record["response"]["body"], strict=True)
     assert body.choices[0].message.content == "Hello"

@@ -132,14 +132,12 @@ def test_ready_claims_are_median_differences_per_layer():
 # ---- codecs --------------------------------------------------------------------------------------
 
 
-def test_kl_matches_hand_computation() -> None:
+def test_kl_and_step_claims_match_hand_computation():
     """p = (1/2, 1/2), q = (1/4, 3/4): KL = 1/2 log 2 + 1/2 log 2/3; the second row is equal."""
     plain = torch.tensor([[0.5, 0.5], [0.25, 0.75]]).log()
     found = torch.tensor([[0.25, 0.75], [0.25, 0.75]]).log()
     assert mean_kl(plain, found) == pytest.approx((math.log(2) + math.log(2 / 3)) / 4)
 
-
-def test_step_claims_are_ratios_of_medians_of_equal_rows() -> None:
     times = [StepTimes("auto", 1, (2.0, 4.0, 9.0)), StepTimes("int8", 1, (2.0, 2.0, 2.0))]
     times += [StepTimes("auto", 8, (6.0,)), StepTimes("int8", 8, (3.0,))]
     assert step_claims(times) == {

@@ -49,7 +49,7 @@ def test_part_runs_on_cpu(name):
         assert max(recomputed) > 0
 
 
-def test_floor_is_the_time_to_read_weights_and_kv_once():
+def test_floors_count_weights_and_kv_once_and_flops_two_per_weight():
     config = cpu_bench(rows=2, step_context=100).config
     bench = GpuBench(config, Target.named("cpu"), {"copy": 1e6})  # bytes per second
     spec = SPECS["toy-grouped"]
@@ -58,10 +58,7 @@ def test_floor_is_the_time_to_read_weights_and_kv_once():
 
     kv_bytes = 2 * 100 * spec.num_layers * spec.kv_values_per_layer_token * 4
     assert floor_seconds(bench) == pytest.approx((weights + kv_bytes) / 1e6, rel=0.01)
-
-
-def test_prefill_flops_are_two_per_weight_and_token_with_attention():
-    """Llama-3-8B: 6.98e9 weights of layers; 1,000 tokens: 1.396e13 + 2 x 32 x 1e6 x 4096."""
+    # llama-3-8B: 6.98e9 weights of layers; 1,000 tokens: 1.396e13 + 2 x 32 x 1e6 x 4096
     expected = 2 * 6.98e9 * 1_000 + 2.62e11 + 2 * 4_096 * 128_256
     assert prefill_flops(SPECS["Llama-3-8B"], 1_000) == pytest.approx(expected, rel=1e-3)
 

@@ -119,15 +119,12 @@ def test_text_of_a_press_has_nested_presses_and_typed_values():
             chosen_presses(text, ("25%",))
 
 
-def test_cap_becomes_the_fraction_that_is_removed():
+def test_cap_becomes_the_removed_fraction_and_kvpress_is_needed():
     assert removed_of("25%") == 0.75
     assert str(entry_of("KnormPress", "25%", "prefill_end")) == "kvpress/KnormPress 25% prefill_end"
     for budget in ("64", "0%", "2MiB", "101%", "x%"):
         with pytest.raises(ConfigError, match=f"fractions of the prompt.*{budget!r}"):
             chosen_presses("KnormPress", (budget,))
-
-
-def test_python_without_kvpress_is_refused():
     reason = r"got .*: ModuleNotFoundError: No module named 'kvpress'"
     with pytest.raises(ConfigError, match=reason):
         PressProcess(Path(sys.executable), ABOUT)

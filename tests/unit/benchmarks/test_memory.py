@@ -172,19 +172,12 @@ def test_requests_longer_than_a_lane_are_dropped_and_counted():
     }
 
 
-def test_table_fraction_counts_two_numbers_per_page_and_per_lane():
+def test_table_fraction_and_best_watermark_match_hand_computation():
     """One sequence of 64 tokens, 32 layers: 4 pages of 64 KiB; tables 4 * 2 + 2 numbers of 4 B."""
     model = model_shape("llama-3.1-8b")
     found = measured.table_fraction(model, trace(request(1, 0, 60, 4)), 16, 1)
     assert found == (4 * 2 + 2) * 4 / (4 * 65_536)
 
-
-def mark(per_cent: int, tokens_per_s: float, p99_s: float) -> simulated.WatermarkRun:
-    numbers = {"generated_tokens_per_s": tokens_per_s, "tpot_p99_s": p99_s}
-    return simulated.WatermarkRun(per_cent=per_cent, preempts=False, numbers=numbers)
-
-
-def test_best_watermark_has_max_throughput_then_shorter_tail():
     runs = [mark(70, 500.0, 1.0), mark(90, 999.9, 2.0), mark(95, 1000.0, 3.0), mark(98, 800.0, 9.0)]
 
     claims = simulated.watermark_claims([*runs, replace(mark(70, 5000.0, 1.0), preempts=True)])
@@ -193,7 +186,12 @@ def test_best_watermark_has_max_throughput_then_shorter_tail():
     assert claims["throughput_best_over_98"] == 999.9 / 800
 
 
-def test_all_low_watermarks_run_with_and_without_a_high_watermark(small_traces):
+def mark(per_cent: int, tokens_per_s: float, p99_s: float) -> simulated.WatermarkRun:
+    numbers = {"generated_tokens_per_s": tokens_per_s, "tpot_p99_s": p99_s}
+    return simulated.WatermarkRun(per_cent=per_cent, preempts=False, numbers=numbers)
+
+
+def test_all_watermarks_run_and_unbounded_memory_hits_all_repeated_prefixes(small_traces):
     config = simulated.WatermarkConfig(per_cents=(70, 98), memory="1GiB")
 
     runs = list(simulated.measure_watermarks(config, small_traces))
@@ -201,10 +199,7 @@ def test_all_low_watermarks_run_with_and_without_a_high_watermark(small_traces):
     marks = [(per_cent, preempts) for preempts in (False, True) for per_cent in (70, 98)]
     assert [(r.per_cent, r.preempts) for r in runs] == marks
     assert runs[0].numbers["running_peak"] <= runs[1].numbers["running_peak"]
-
-
-def test_unbounded_memory_hits_all_repeated_prefixes(small_traces):
-    """Of 9 prompts 7 start with the two blocks of an earlier prompt."""
+    # of 9 prompts 7 start with the two blocks of an earlier prompt
     claims = simulated.run_reuse(simulated.ReuseConfig(memories=("1GiB",)), small_traces).claims
     assert claims["mooncake_reusable_token_fraction"] == 7 * 1024 / (9 * 1100)
     assert claims["mooncake_hit_fraction_unbounded"] == 7 * 1024 / (9 * 1100)

@@ -209,11 +209,16 @@ def test_a_resumed_run_repeats_failed_cells_only(made_part, tmp_path):
     assert len(ran) == 2 * 6
 
 
-def test_result_is_the_last_json_object_of_the_output():
+def test_result_is_the_last_json_object_and_max_at_once_counts_open_requests():
     assert result_of(0, 'log\n{"a": 1}\nbye\n', "") == {"a": 1}
     assert result_of(0, "log\n", "") == Failure("the worker printed no result")
     failed = result_of(-9, "", "Traceback\nValueError: too small\n(worker) shut down\n")
     assert failed == Failure("exit status -9: ValueError: too small")
+    assert peer_measures.max_at_once([[1.0, 2.0, 3.0], [2.5, 4.0], [3.5, 5.0]]) == 2
+    assert (
+        peer_measures.max_at_once([[1.0, 2.0], [2.0, 3.0]]) == 1
+    )  # the second starts when the first ends
+    assert peer_measures.max_at_once([]) == 0
 
 
 SHAPE = parse_shape("3x8+4")
@@ -284,11 +289,3 @@ def test_bars_are_in_a_fixed_order_without_failed_engines():
     assert (quire.at_once, quire.kv_bytes) == (9, 75_500_000)
     picture = chart_svg(bars(stored(["quire", 75.5, 1400.4, 9, ""]))).decode()
     assert all(f">{text}<" in picture for text in ("Quire", "1,400", "9"))
-
-
-def test_max_at_once_counts_requests_between_first_and_last_token():
-    assert peer_measures.max_at_once([[1.0, 2.0, 3.0], [2.5, 4.0], [3.5, 5.0]]) == 2
-    assert (
-        peer_measures.max_at_once([[1.0, 2.0], [2.0, 3.0]]) == 1
-    )  # the second starts when the first ends
-    assert peer_measures.max_at_once([]) == 0

@@ -29,13 +29,22 @@ def test_workloads_match_the_paper():
     assert scaled == [max(2, round(requested.prompt_tokens * 0.01)) for requested in w1]
 
 
-def test_clock_skips_idle_time():
+def test_clock_skips_idle_time_and_the_fit_recovers_costs():
     times = iter([5.0, 6.0, 7.0, 8.0, 9.0])
     clock = SkippingClock(lambda: next(times))
     clock.skip_to(11.0)
     assert clock() == pytest.approx(12.0)
     clock.skip_to(2.0)
     assert clock() == pytest.approx(14.0)
+
+    decodes = [(r, r * c, 0.01 + 0.002 * r + 1e-5 * r * c) for r in (1, 4, 8) for c in (9, 50, 300)]
+    reads = [(t, t * t, 0.02 - 1e-6 * t * t + 1e-3 * t) for t in (5, 50, 100, 200)]
+
+    costs = fit([Forwards(decodes[:4], reads), Forwards(decodes[4:], [])])
+
+    assert costs.decode == pytest.approx((0.01, 0.002, 1e-5))
+    assert min(costs.read) >= 0
+    assert costs.decode_s(8, 100) == pytest.approx(0.01 + 0.016 + 1e-3)
 
 
 def test_list_scheduling_matches_hand_computation():
@@ -51,17 +60,6 @@ def test_list_scheduling_matches_hand_computation():
     costs = Costs(decode=(10.0, 0.0, 1.0), read=(1.0, 0.0, 0.0))
     assert ideal_s(load, 2, costs) == pytest.approx(2 + 16 + 2 + 16)
     assert ideal_s(load, 1, Costs((1.0, 0.0, 0.0), (0.0, 1.0, 0.0))) == pytest.approx(4 + 8)
-
-
-def test_fit_recovers_costs_and_is_never_negative():
-    decodes = [(r, r * c, 0.01 + 0.002 * r + 1e-5 * r * c) for r in (1, 4, 8) for c in (9, 50, 300)]
-    reads = [(t, t * t, 0.02 - 1e-6 * t * t + 1e-3 * t) for t in (5, 50, 100, 200)]
-
-    costs = fit([Forwards(decodes[:4], reads), Forwards(decodes[4:], [])])
-
-    assert costs.decode == pytest.approx((0.01, 0.002, 1e-5))
-    assert min(costs.read) >= 0
-    assert costs.decode_s(8, 100) == pytest.approx(0.01 + 0.016 + 1e-3)
 
 
 @pytest.fixture(scope="module")

@@ -104,13 +104,22 @@ def test_overwrite_replaces_records_and_state(path: Path):
         assert output.seed == 1
 
 
-def test_file_not_written_by_batch_is_refused_and_unchanged(path: Path):
+def test_files_of_others_concurrent_runs_and_irregular_paths_are_refused(path, tmp_path):
     path.write_text("my notes\n")
     with pytest.raises(ConfigError, match="not an output of quire batch"):
         start(path)
     assert path.read_text() == "my notes\n"
     path.write_text("")  # an empty file is accepted
     fill(path, 1)
+    with start(path), pytest.raises(ConfigError, match="another quire batch"):
+        start(path)
+    start(path).__exit__(None, None, None)
+
+    for folder in (tmp_path, tmp_path / "nowhere" / "out.jsonl"):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            start(folder)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        start(Path(os.devnull))
 
 
 @pytest.mark.parametrize("failing", range(1, 5))
@@ -163,12 +172,6 @@ def test_invalid_record_is_refused_with_its_line_number(path: Path, line: str):
     assert path.read_bytes() == whole
 
 
-def test_second_concurrent_run_is_refused(path: Path):
-    with start(path), pytest.raises(ConfigError, match="another quire batch"):
-        start(path)
-    start(path).__exit__(None, None, None)
-
-
 def test_file_that_was_replaced_before_it_was_locked_is_refused(path: Path, monkeypatch):
     fill(path, 1)
 
@@ -179,14 +182,6 @@ def test_file_that_was_replaced_before_it_was_locked_is_refused(path: Path, monk
     monkeypatch.setattr("quire.cli.batch_files.fcntl.flock", replaced)
     with pytest.raises(ConfigError, match="another quire batch has replaced"):
         start(path)
-
-
-def test_output_path_that_is_not_a_regular_file_is_refused(tmp_path: Path):
-    for folder in (tmp_path, tmp_path / "nowhere" / "out.jsonl"):
-        with pytest.raises(ConfigError, match="cannot be written"):
-            start(folder)
-    with pytest.raises(ConfigError, match="not a regular file"):
-        start(Path(os.devnull))
 
 
 def test_full_disk_raises_an_error_and_keeps_written_records(path: Path, monkeypatch):

@@ -122,12 +122,9 @@ def test_every_kv_codec_is_listed_and_those_without_code_have_one_reason():
     assert {use.kernel for use in uses} == {"C extension (native)", "PyTorch (gathered)"}
 
 
-def test_check_names_the_argument_of_this_version():
+def test_check_names_the_argument_of_this_version_and_fails_on_wrong_output(monkeypatch):
     name = cache_argument(inspect.signature(LlamaForCausalLM.forward).parameters)
     assert f"model.generate(..., {name}=QuireCache(model))" in generate_with_cache()
-
-
-def test_wrong_output_fails_the_check(monkeypatch):
     forward = CacheRows.forward
     monkeypatch.setattr(CacheRows, "forward", lambda *given: -forward(*given))
     with pytest.raises(InvariantError, match="differs from"):

@@ -61,14 +61,19 @@ def test_every_engine_config_field_is_an_option(section, config):
     assert inside[section.name,] is config
 
 
-def test_option_defaults_are_the_field_defaults():
+def test_defaults_and_help_of_options_are_those_of_fields():
     for section in SECTIONS:
         plain = section.config()
         for found in section.options():
             assert section.build({found.path: found.default}) == plain
+    documented = documented_attributes(SamplingParams.__doc__)
+    assert documented["min_p"].startswith("exclude tokens below this fraction")
+    assert documented["min_p"].endswith("None: the model's, else 0.")
+    assert list(documented) == [field.name for field in fields(SamplingParams)]
+    assert documented_attributes("One line.") == {}
 
 
-def test_flag_is_taken_from_metadata_or_the_field_name_and_sizes_are_marked():
+def test_options_are_named_by_metadata_fields_or_other_servers():
     flags = {found.name: found.flag for found in options_of((MODEL, KV))}
     named = {"memory": "kv-memory", "page_tokens": "block-size"}
     assert flags.items() >= (named | {"trust_remote_code": "trust-remote-code"}).items()
@@ -76,6 +81,13 @@ def test_flag_is_taken_from_metadata_or_the_field_name_and_sizes_are_marked():
 
     names = "memory swap_space kv_memory cpu_memory disk_memory remote_memory scratch"
     assert sized == {*names.split(), "state_checkpoint_memory"}
+
+    [found] = [option for option in SERVER.options() if option.flag == "tool-parser"]
+    assert found.synonyms == ("tool-call-parser",)
+
+    refused = CliRunner().invoke(app, ["serve", "quire-tiny", "--tool-call-parser", "hermess"])
+
+    assert "hermes" in refused.output
 
 
 def test_nested_configs_are_built_from_option_paths():
@@ -87,23 +99,6 @@ def test_nested_configs_are_built_from_option_paths():
     offload = OffloadConfig(recompute=0.5)
     prefix_cache = PrefixCacheConfig(enabled=False)
     assert config == KVConfig(swap_space=1024, offload=offload, prefix_cache=prefix_cache)
-
-
-def test_sampling_option_help_is_the_docstring():
-    documented = documented_attributes(SamplingParams.__doc__)
-    assert documented["min_p"].startswith("exclude tokens below this fraction")
-    assert documented["min_p"].endswith("None: the model's, else 0.")
-    assert list(documented) == [field.name for field in fields(SamplingParams)]
-    assert documented_attributes("One line.") == {}
-
-
-def test_option_has_the_names_of_other_servers():
-    [found] = [option for option in SERVER.options() if option.flag == "tool-parser"]
-    assert found.synonyms == ("tool-call-parser",)
-
-    refused = CliRunner().invoke(app, ["serve", "quire-tiny", "--tool-call-parser", "hermess"])
-
-    assert "hermes" in refused.output
 
 
 @pytest.fixture
@@ -137,11 +132,18 @@ def test_option_names_are_flat_or_in_tables_with_dashes_or_underscores(read):
         assert read(nested) == (None, expected)
 
 
-def test_model_name_is_read_from_the_top_level_or_its_table(read):
+def test_model_names_integers_for_floats_and_single_stop_strings_are_read(read):
     assert read("model = 'some/folder'") == ("some/folder", {})
     dtype = {"model_dtype": "float32"}
     assert read("[model]\ndtype = 'float32'") == (None, dtype)
     assert read("[model]\nname = 'some/folder'\ndtype = 'float32'") == ("some/folder", dtype)
+
+    _, values = read("temperature = 1\nstop = 'x'\nkv-memory = 4096")
+    assert values == {"sampling_temperature": 1, "sampling_stop": "x", "kv_memory": 4096}
+    _, values = read("kv-memory = 4")
+    assert values == {"kv_memory": "4"}
+    with pytest.raises(ConfigError, match="expected a size with its unit, got '4'"):
+        KVConfig(memory=values["kv_memory"])
 
 
 @pytest.mark.parametrize(
@@ -157,15 +159,6 @@ def test_model_name_is_read_from_the_top_level_or_its_table(read):
 def test_unknown_name_suggests_the_nearest(read, text, nearest):
     with pytest.raises(UnknownName, match=nearest):
         read(text)
-
-
-def test_integer_for_a_float_and_single_stop_string_are_accepted(read):
-    _, values = read("temperature = 1\nstop = 'x'\nkv-memory = 4096")
-    assert values == {"sampling_temperature": 1, "sampling_stop": "x", "kv_memory": 4096}
-    _, values = read("kv-memory = 4")
-    assert values == {"kv_memory": "4"}
-    with pytest.raises(ConfigError, match="expected a size with its unit, got '4'"):
-        KVConfig(memory=values["kv_memory"])
 
 
 @pytest.mark.parametrize("value", ["9" * 5_000, "0x" + "f" * 5_000, "-" + "9" * 400, str(2**64)])
@@ -272,7 +265,7 @@ def test_settings_are_defaults_of_the_command_unless_a_file_overrides_them(toml:
     assert (settings.sampling.max_tokens, settings.sampling.stop) == (7, ("a", "b"))
 
 
-def test_command_line_overrides_the_file_even_with_a_default_value(toml: str):
+def test_command_accepts_its_own_options_which_override_the_file(toml):
     settings = settings_of(
         show, "mine", "--config", toml, "--kv-memory", "auto", "--verify", "--max-tokens", "40",
         "--stop", "c",
@@ -283,8 +276,6 @@ def test_command_line_overrides_the_file_even_with_a_default_value(toml: str):
     assert settings.loading.verify
     assert (settings.sampling.max_tokens, settings.sampling.stop) == (40, ("c",))
 
-
-def test_command_accepts_its_own_options_and_sections_only(toml: str):
     run(show, "--extra", "here")
     assert seen[-1][1] == "here"
     assert settings_of(show_fewer, "m", "--kv-memory", "1MiB").model == "m"

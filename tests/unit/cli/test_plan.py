@@ -254,7 +254,7 @@ def test_plan_names_the_kv_memory_of_a_batch_that_does_not_fit(folder, monkeypat
     assert "needs --maximize-batch" in quire_plan(str(folder), "--policy-file", __file__).output
 
 
-def test_plan_names_the_memory_that_it_counts_and_has_all_sections(folder: Path):
+def test_plan_names_its_memory_and_smaller_codecs_hold_more_sequences(folder):
     result = quire_plan("--memory", "1GiB", "--workload", "512,64,8")
     assert result.exit_code == 0, result.output
     for text in ("quire-tiny", "weights", "activations", "headroom", "bytes per token", "4,096"):
@@ -264,8 +264,6 @@ def test_plan_names_the_memory_that_it_counts_and_has_all_sections(folder: Path)
     assert re.search(r"memory: all of this machine, of which [\d.]+ \w+ are free now", text)
     assert "of this machine" not in quire_plan(str(folder), "--memory", "1GiB").stdout
 
-
-def test_smaller_codecs_hold_more_sequences(folder: Path):
     options = PlanOptions(kv_memory_bytes=1 << 20, sequence_tokens=64)
     codecs = ("float32", "float16", "int8", "int8/int4", "int4")
     plans = [plan_report(folder, replace(options, kv_codec=codec)) for codec in codecs]

@@ -98,7 +98,7 @@ def bench(*arguments: str) -> dict[str, Any]:
     return profile_of(quire("bench", *arguments, *SMALL, *SHAPE, "--json"))
 
 
-def test_throughput_counts_requests_and_tokens_per_second():
+def test_throughput_and_latency_count_requests_tokens_and_percentiles():
     run = bench("throughput", "quire-tiny", "--num-prompts", "3")
 
     claims = run["claims"]
@@ -108,8 +108,6 @@ def test_throughput_counts_requests_and_tokens_per_second():
     assert claims["total_tokens_per_s"] == pytest.approx((72 + 12) / claims["total_s"])
     assert 0 < claims["kv_peak_bytes"] <= claims["kv_total_bytes"] <= 4 << 20
 
-
-def test_latency_reports_percentiles_of_batches():
     run = bench("latency", "quire-tiny", "--batch-size", "2")
 
     claims, totals = run["claims"], [found["total_s"] for found in run["arms"]["rounds"]]
@@ -117,8 +115,6 @@ def test_latency_reports_percentiles_of_batches():
     assert 0 < claims["first_token_p50_s"] < claims["latency_mean_s"]
     assert run["config"]["shape"]["requests"] == 2
 
-
-def test_length_beyond_the_context_is_refused():
     result = quire("bench", "throughput", *SMALL, "--input-len", "99999")
     assert result.exit_code == 2
     assert "--input-len + --output-len" in result.stderr

@@ -32,7 +32,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_text_report_has_percentiles_and_memory(trace: Path):
+def test_text_report_has_percentiles_memory_and_fairness_of_tenants(trace):
     shown = simulate("--trace", trace).stdout
 
     for text in ("40 requests", "time to first token", "p99", "KV memory", "preemptions"):
@@ -40,6 +40,9 @@ def test_text_report_has_percentiles_and_memory(trace: Path):
     assert "MiB, which holds all requests at once: mean usage" in shown
     small = simulate("--trace", trace, "--kv-memory", "64MiB").stdout
     assert "\nKV memory 64.00 MiB: mean usage" in small
+    options = ("--max-num-seqs", 2, "--trace-tenants", "round_robin:a,b")
+    shown = simulate("quire-tiny", "--trace", trace, *options).stdout
+    assert "Jain fairness index 1.0" in shown or "Jain fairness index 0.9" in shown
 
 
 @pytest.mark.parametrize(
@@ -159,12 +162,6 @@ def test_requests_beyond_the_context_are_reported_and_reserve_no_memory(trace, t
 
     assert result.exit_code == 0, result.output
     assert last_json(result)["claims"]["refused_too_long"] == 1
-
-
-def test_fairness_is_reported_for_several_tenants(trace: Path):
-    options = ("--max-num-seqs", 2, "--trace-tenants", "round_robin:a,b")
-    shown = simulate("quire-tiny", "--trace", trace, *options).stdout
-    assert "Jain fairness index 1.0" in shown or "Jain fairness index 0.9" in shown
 
 
 # ---- clusters ----------------------------------------------------------------------------------

@@ -37,8 +37,12 @@ def codec_of(name, head_dim):
     return codec.calibrated(vectors_of(HEADS, 200, head_dim, seed=9))
 
 
-def test_every_named_codec_is_registered():
+def test_codecs_are_registered_by_name_with_a_spec():
     assert registered().keys() == CODECS.keys()
+    with pytest.raises(ConfigError, match=r"'int5' is not in quire\.layout\.codec_names"):
+        register("int5")(registered()["int8"])
+    with pytest.raises(ConfigError, match="two codecs are called 'int8'"):
+        register("int8")(type("Other", (Codec,), {}))
 
 
 @every_codec
@@ -150,13 +154,6 @@ def test_nan_is_confined_to_its_vector(name):
 def test_uncalibrated_codec_names_the_missing_constant(name):
     with pytest.raises(ConfigError, match=r"needs the constant '\w+', measured for each layer"):
         make_codec(CODECS[name], 64).encode(vectors_of(HEADS, 2, 64))
-
-
-def test_codec_without_a_spec_or_of_another_name_cannot_be_registered():
-    with pytest.raises(ConfigError, match=r"'int5' is not in quire\.layout\.codec_names"):
-        register("int5")(registered()["int8"])
-    with pytest.raises(ConfigError, match="two codecs are called 'int8'"):
-        register("int8")(type("Other", (Codec,), {}))
 
 
 def test_fp8_reports_missing_torch_support(monkeypatch):
@@ -385,7 +382,7 @@ def test_hadamard_codec_preserves_the_norm_and_bounds_the_error(name, numbers):
     assert (found <= 2 * WIDTH**0.5 / 2 * 2 * scale + WIDTH * half).all()
 
 
-def test_rotation_is_an_involution_and_preserves_norms():
+def test_rotation_is_an_involution_with_the_largest_block_of_two():
     for head_dim in (8, 80, 96, 128):
         vectors_ = torch.randn(5, head_dim, generator=torch.Generator().manual_seed(head_dim))
 
@@ -393,10 +390,7 @@ def test_rotation_is_an_involution_and_preserves_norms():
 
         assert torch.allclose(rotated.norm(dim=-1), vectors_.norm(dim=-1), atol=1e-5)
         assert torch.allclose(rotate(rotated), vectors_, atol=1e-5)
-
-
-def test_rotation_block_is_the_largest_power_of_two_divisor():
-    """head_dim 80 is 5 blocks of 16; the first row of Sylvester's matrix is all ones."""
+    # head_dim 80 is 5 blocks of 16; the first row of Sylvester's matrix is all ones
     single = torch.zeros(80)
     single[16] = 4.0
     assert torch.equal(rotate(single), torch.tensor([0.0] * 16 + [1.0] * 16 + [0.0] * 48))
@@ -412,12 +406,26 @@ def test_calibrated_channel_error_is_at_max_half_a_scale(numbers):
     assert ((decoded - numbers).abs() <= bound).all()
 
 
-def test_calibrated_channels_saturate_outside_the_range():
+def test_codes_round_half_to_even_saturate_and_are_0_in_a_constant_group():
     codec = make_codec(codec_spec("int8_channel"), 1).calibrated(torch.tensor([[[2.0]]]))
 
     decoded = codec.decode(codec.encode(torch.tensor([[[1.0], [5.0], [-9.0]]])))
 
     assert torch.allclose(decoded, torch.tensor([[[1.0], [2.0], [-2.0]]]), atol=2 / 127 / 2)
+    # min 0, max 30: scale 2; 1 / 2 and 5 / 2 are ties and round to the even code
+    codec, (packed, scales, zeros) = int4_of([0.0, 1.0, 5.0, 30.0])
+    assert (scales.item(), zeros.item()) == (2.0, 0.0)
+    assert unpack(packed, 4).tolist() == [[0, 0, 2, 15]]
+    assert codec.decode((packed, scales, zeros)).tolist() == [[0.0, 0.0, 4.0, 30.0]]
+
+    codec, (packed, scales, zeros) = int4_of([0.5] * 4)
+    assert (scales.item(), zeros.item(), packed.any().item()) == (0.0, 0.5, False)
+    assert codec.decode((packed, scales, zeros)).tolist() == [[0.5] * 4]
+
+    # 1000.1 is between 1000 and 1000.5; to the nearest the zero could exceed an element
+    _, (_, scales, zeros) = int4_of([1000.4, 1000.45])
+    assert zeros.item() == 1000.0
+    assert 0.45 / 15 <= scales.item() <= 0.45 / 15 * (1 + 2**-10)
 
 
 @pytest.mark.parametrize("name", ["kvquant4", "kvquant3:percent=10"])
@@ -460,34 +468,11 @@ def int4_of(numbers):
     return codec, codec.encode(torch.tensor([numbers]))
 
 
-def test_int4_codes_round_half_to_even():
-    """min 0, max 30: scale 2; 1 / 2 and 5 / 2 are ties and round to the even code."""
-    codec, (packed, scales, zeros) = int4_of([0.0, 1.0, 5.0, 30.0])
-    assert (scales.item(), zeros.item()) == (2.0, 0.0)
-    assert unpack(packed, 4).tolist() == [[0, 0, 2, 15]]
-    assert codec.decode((packed, scales, zeros)).tolist() == [[0.0, 0.0, 4.0, 30.0]]
-
-
-def test_constant_group_has_scale_0_and_codes_0():
-    codec, (packed, scales, zeros) = int4_of([0.5] * 4)
-    assert (scales.item(), zeros.item(), packed.any().item()) == (0.0, 0.5, False)
-    assert codec.decode((packed, scales, zeros)).tolist() == [[0.5] * 4]
-
-
-def test_inexact_zero_is_rounded_down_and_its_scale_up():
-    """1000.1 is between 1000 and 1000.5; to the nearest the zero could exceed an element."""
-    _, (_, scales, zeros) = int4_of([1000.4, 1000.45])
-    assert zeros.item() == 1000.0
-    assert 0.45 / 15 <= scales.item() <= 0.45 / 15 * (1 + 2**-10)
-
-
-def test_outlier_ties_select_lower_channels():
+def test_outliers_do_not_change_the_error_of_others_and_ties_select_lower_channels():
     codec = make_codec(codec_spec("int4_outliers:percent=50"), 8)
     numbers = torch.tensor([[1.0, -2.0, 2.0, 2.0, -2.0, 2.0, 0.0, -2.0]])
     assert largest(numbers, codec).tolist() == [[1, 2, 3, 4]]
 
-
-def test_outlier_channel_does_not_increase_the_error_of_others():
     numbers = torch.linspace(-1, 1, 16)[None]
     numbers[0, 5] = 100.0
     errors = {}

@@ -32,19 +32,21 @@ def test_sizes_are_bytes_fractions_are_numbers_and_auto_is_none():
     assert unset.recompute is unset.cpu_attention is unset.activation_codec is None
 
 
-def test_config_can_be_replaced_with_parsed_values():
+def test_parsed_values_are_json_values_without_passwords_and_can_be_replaced():
     offload = OffloadConfig(recompute="0.5", activation_codec="int8")
     config = KVConfig(memory="3MiB", offload=offload, swap_space="1KiB")
     assert replace(offload, recompute=None).activation_codec == codec_spec("int8")
     assert replace(config, codec="int8", memory=config.memory).memory == config.memory
     assert replace(config) == config
-
-
-def test_option_values_are_json_values():
     values = option_values(KVConfig(memory="1KiB", offload=OffloadConfig(activation_codec="int8")))
     assert (values["memory"], values["offload"]["activation_codec"]) == (1024, "int8")
     assert values["offload"]["recompute"] is None
     assert values["prefix_cache"]["enabled"] is True
+
+    config = PrefixCacheConfig(remote="redis://user:secret@host")
+    assert option_values(config)["remote"] == "redis://host:6379/0"
+    assert "secret" not in repr(config)
+    assert option_values(PrefixCacheConfig())["remote"] is None
 
 
 @pytest.mark.parametrize(
@@ -138,13 +140,6 @@ def test_other_texts_are_refused_without_the_password(text, says):
     assert "secret" not in str(raised.value)
 
 
-def test_options_as_json_have_no_password():
-    config = PrefixCacheConfig(remote="redis://user:secret@host")
-    assert option_values(config)["remote"] == "redis://host:6379/0"
-    assert "secret" not in repr(config)
-    assert option_values(PrefixCacheConfig())["remote"] is None
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -196,13 +191,10 @@ WRONG = {
 }
 
 
-def test_invalid_option_is_refused_by_name():
+def test_errors_name_the_option_the_expected_and_the_given_value():
     for name, value in [(name, value) for name, values in WRONG.items() for value in values]:
         with pytest.raises(RequestError, match=name):
             SamplingParams(**{name: value})
-
-
-def test_error_names_the_expected_and_the_given_value():
     with pytest.raises(RequestError, match="min_tokens"):
         SamplingParams(max_tokens=4, min_tokens=5)
     with pytest.raises(RequestError) as refusal:

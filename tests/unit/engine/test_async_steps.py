@@ -798,9 +798,14 @@ def test_evictions_of_any_number_of_rows_take_few_launches(form, rows, name, mon
     assert counts[0] == counts[1] <= MAX_LAUNCHES
 
 
-def test_decode_step_of_rows_with_different_options_waits_once():
+def test_decode_steps_of_any_options_and_static_inputs_wait_once():
     reads, options = Reads(), list(OPTIONS.values())[:8]
     check_waits(decoding_engine("llama", reads, options), reads, steps=1, rows=8)
+    reads = Reads()
+    engine = decoding_engine("llama", reads, [OPTIONS["greedy"]] * 3)
+    graphs = use_graphs(engine, 8, DEVICE)
+    check_waits(engine, reads)
+    assert graphs.stats.replayed == 6
 
 
 @pytest.mark.parametrize(
@@ -827,14 +832,6 @@ def test_steps_that_reallocate_page_tables_wait_once():
     check_waits(engine, reads, steps=60)  # more than 16 pages of 4 tokens
 
     assert all(t.current().shape[2] > width for t, width in zip(tables, before, strict=True))
-
-
-def test_decode_step_with_static_inputs_waits_once():
-    reads = Reads()
-    engine = decoding_engine("llama", reads, [OPTIONS["greedy"]] * 3)
-    graphs = use_graphs(engine, 8, DEVICE)
-    check_waits(engine, reads)
-    assert graphs.stats.replayed == 6
 
 
 def test_reads_and_blocking_copies_are_recorded():

@@ -22,7 +22,7 @@ def recorded():
     return BlockEvents(batches.append, "CPU", clock=lambda: 12.5), batches
 
 
-def test_stored_event_has_hashes_parent_tokens_and_medium():
+def test_stored_and_removed_events_have_hashes_parents_tokens_and_medium():
     events, batches = recorded()
 
     events.stored([FIRST, SECOND], None, [1, 2, 3, 4], 2)
@@ -32,6 +32,16 @@ def test_stored_event_has_hashes_parent_tokens_and_medium():
     rest = {"lora_id": None, "medium": "CPU", "lora_name": None}
     event = {"type": "BlockStored"} | hashes | tokens | rest
     assert batches == [{"ts": 12.5, "events": [event]}]
+
+    engine = engine_with(room=1)
+    batches = follow(engine)
+    for first in range(2, 10):
+        run(engine, [first] * 10)
+
+    kinds = [event["type"] for batch in batches for event in batch["events"]]
+
+    assert "BlockRemoved" in kinds
+    assert len(blocks_of(batches)) * PAGE_TOKENS <= 24
 
 
 def test_serialized_batches_are_arrays_in_the_order_of_vllm():
@@ -176,18 +186,6 @@ def test_listener_knows_every_prefix_that_can_be_shared():
     assert PROMPT[:8] in found
     assert PROMPT[:4] + PROMPT[:4] in found
     assert all(len(tokens) % PAGE_TOKENS == 0 for tokens in found)
-
-
-def test_evicted_blocks_are_reported_as_removed():
-    engine = engine_with(room=1)
-    batches = follow(engine)
-    for first in range(2, 10):
-        run(engine, [first] * 10)
-
-    kinds = [event["type"] for batch in batches for event in batch["events"]]
-
-    assert "BlockRemoved" in kinds
-    assert len(blocks_of(batches)) * PAGE_TOKENS <= 24
 
 
 def test_cached_prefix_in_use_is_owned_by_its_request():

@@ -21,13 +21,11 @@ def split(tokens, size):
     ]
 
 
-def test_requests_are_split_if_a_batch_is_full():
+def test_requests_are_split_and_every_token_is_in_one_part():
     assert split([7, 1, 3], 4) == [[(0, 0, 4, 3)], [(0, 4, 3, 0), (1, 0, 1, 0)], [(2, 0, 3, 0)]]
     assert split([4, 4], 4) == [[(0, 0, 4, 0)], [(1, 0, 4, 0)]]  # no empty batch after a full one
     assert split([1, 1], 4) == [[(0, 0, 1, 0), (1, 0, 1, 0)]]
 
-
-def test_every_token_is_in_one_part_with_the_count_of_later_tokens():
     tokens = [13, 1, 1, 40, 2, 8]
     parts = [part for batch in split(tokens, 8) for part in batch]
 

@@ -41,7 +41,7 @@ def generate(engine, prompts, params=None, **options):
     return [tokens[i] for i in ids], [usages[i] for i in ids]
 
 
-def test_repeated_prompt_prefills_only_after_its_last_whole_page(model):
+def test_repeated_prompts_prefill_after_their_last_page_unless_nothing_is_cached(model):
     engine = engine_of(model)
     [first], [before] = generate(engine, [PROMPT])
     processed = engine.num_processed_tokens
@@ -50,6 +50,13 @@ def test_repeated_prompt_prefills_only_after_its_last_whole_page(model):
     assert (before.cached_tokens, after.cached_tokens) == (0, 12)
     assert second == first
     assert engine.num_processed_tokens - processed == len(PROMPT) - 12 + engines.NEW_TOKENS - 1
+
+    params = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=1, ignore_eos=True)
+    for engine, second in ((engine_of(model), params), (engine_of(model, kv=NO_CACHE), None)):
+        generate(engine, [PROMPT])
+        _, [usage] = generate(engine, [PROMPT], second)
+        assert usage.cached_tokens == 0
+    assert engine.stats().kv_used_bytes == engine.stats().cached_bytes == 0
 
 
 def test_repeated_prompt_hits_in_a_memory_that_holds_one_request():
@@ -93,15 +100,6 @@ def test_output_tokens_are_cached_too(model):
     assert usage.cached_tokens == found
     [alone], _ = generate(engine_of(model, kv=NO_CACHE), [whole])
     assert after == alone
-
-
-def test_nothing_is_found_for_prompt_logprobs_or_without_prefix_caching(model):
-    params = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=1, ignore_eos=True)
-    for engine, second in ((engine_of(model), params), (engine_of(model, kv=NO_CACHE), None)):
-        generate(engine, [PROMPT])
-        _, [usage] = generate(engine, [PROMPT], second)
-        assert usage.cached_tokens == 0
-    assert engine.stats().kv_used_bytes == engine.stats().cached_bytes == 0
 
 
 def test_only_a_public_prefix_is_shared_across_tenants_or_salts():

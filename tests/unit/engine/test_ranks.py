@@ -122,12 +122,21 @@ def test_ranks_retain_what_one_rank_retains(architecture: str, evict: str) -> No
     assert leader.stats().evicted_tokens == alone.stats().evicted_tokens
 
 
-def test_ranks_evict_the_same_under_pressure() -> None:
+def test_ranks_evict_the_same_under_pressure_and_by_named_rules():
     kv = kv_config(memory=40 << 10, page_tokens=4, evict=f"{H2O},when=pressure")
     with rank_engines("llama_mha", kv, SCHEDULE) as engines:
         outputs(engines[0], prompts())
     require_equal_tables(engines)
     assert engines[0].stats().num_evictions > 0
+
+    kv = {"page_tokens": 4, "evict_allow": "all"}
+    alone = engine_of_one_rank("llama", kv_config(memory=1 << 20, **kv))
+
+    with rank_engines("llama", kv_config(memory=1 << 19, **kv), SCHEDULE) as engines:
+        for evict in (H2O, CRUSH):
+            expected = outputs(alone, prompts(shared=20), evict=evict)
+            assert outputs(engines[0], prompts(shared=20), evict=evict) == expected
+    require_equal_tables(engines)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -156,17 +165,6 @@ def test_ranks_share_prefixes(evict: str) -> None:
     alone, leader = compare("qwen2", shared=20, evict=evict)
     assert leader.stats().cached_tokens > 0
     assert leader.stats().cached_tokens == alone.stats().cached_tokens
-
-
-def test_requests_may_name_rules_on_ranks() -> None:
-    kv = {"page_tokens": 4, "evict_allow": "all"}
-    alone = engine_of_one_rank("llama", kv_config(memory=1 << 20, **kv))
-
-    with rank_engines("llama", kv_config(memory=1 << 19, **kv), SCHEDULE) as engines:
-        for evict in (H2O, CRUSH):
-            expected = outputs(alone, prompts(shared=20), evict=evict)
-            assert outputs(engines[0], prompts(shared=20), evict=evict) == expected
-    require_equal_tables(engines)
 
 
 @pytest.mark.parametrize(

@@ -109,16 +109,19 @@ def test_training_and_evaluation_words_and_sums_are_disjoint():
     assert not questions["train"] & questions["eval"]
 
 
-def test_arithmetic_answers_are_correct():
+def test_answers_are_correct_and_no_large_library_is_loaded():
     for seed in range(30):
         query = tasks.make("arithmetic", seed, 60, digits=2, steps=True).queries[0]
         _, left, sign, right, _ = query.question.split()
         total = int(left) + int(right) if sign == "+" else int(left) - int(right)
 
         assert query.answer.endswith(str(total))
+    source = Path(str(files("quire") / "assets")).parents[1]
+    code = "import sys, quire.evals.questions; assert not {'torch', 'numpy'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(source)})
 
 
-def test_unknown_names_and_settings_out_of_range_are_refused():
+def test_unknown_names_settings_and_too_small_lengths_are_refused():
     with pytest.raises(UnknownName, match="did you mean lines"):
         tasks.make("line", 0, 100)
     with pytest.raises(UnknownName, match="digits"):
@@ -128,6 +131,16 @@ def test_unknown_names_and_settings_out_of_range_are_refused():
     for options in ({"depth": 1.5}, {"depth": -0.1}, {"tokens": 0}):
         with pytest.raises(ConfigError, match="expected"):
             tasks.Setting(**{"tokens": 100, **options})
+
+    short = r"'niah' fits into 20 tokens: expected --tokens of (\d+) or more"
+    with pytest.raises(ConfigError, match=short) as refused:
+        make_questions("niah", 20, 10, measure=tasks.rough_measure)
+    found = re.search(short, str(refused.value))
+    least = int(found[1])
+
+    assert len(make_questions("niah", least, 10, measure=tasks.rough_measure)) == 10
+    with pytest.raises(ConfigError, match=f"expected --tokens of {least} or more"):
+        make_questions("niah", least - 1, 10, measure=tasks.rough_measure)
 
 
 def test_packaged_books_are_small_ascii_text_and_named():
@@ -172,24 +185,6 @@ def test_prompt_and_answer_fit_the_requested_length(task: str):
         assert question.prompt.startswith(DOCUMENT_START)
         assert tasks.rough_measure(question.prompt + question.answer) <= 200
     assert found[:3] == make_questions(task, 200, 3, measure=tasks.rough_measure)
-
-
-def test_too_small_length_of_questions_is_refused():
-    short = r"'niah' fits into 20 tokens: expected --tokens of (\d+) or more"
-    with pytest.raises(ConfigError, match=short) as refused:
-        make_questions("niah", 20, 10, measure=tasks.rough_measure)
-    found = re.search(short, str(refused.value))
-    least = int(found[1])
-
-    assert len(make_questions("niah", least, 10, measure=tasks.rough_measure)) == 10
-    with pytest.raises(ConfigError, match=f"expected --tokens of {least} or more"):
-        make_questions("niah", least - 1, 10, measure=tasks.rough_measure)
-
-
-def test_tasks_and_questions_load_neither_torch_nor_numpy():
-    source = Path(str(files("quire") / "assets")).parents[1]
-    code = "import sys, quire.evals.questions; assert not {'torch', 'numpy'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(source)})
 
 
 # ---- fidelity ------------------------------------------------------------------------------------

@@ -147,12 +147,14 @@ def test_pareto_front_is_not_beaten(found):
             assert not (rows[other] > rows[one] and quality[other].mean >= quality[one].mean)
 
 
-def test_prompts_are_divided_without_overlap():
+def test_prompts_are_divided_and_help_names_the_required_options():
     searched, held = divided(11, TuneConfig(held_out=0.4))
     assert sorted([*searched, *held]) == list(range(11))
     assert len(held) == 4
     with pytest.raises(ConfigError, match="at least 4 prompts"):
         divided(3, TuneConfig())
+    result = CliRunner().invoke(app, ["tune", "--help"])
+    assert "--data and --kv-memory are required." in " ".join(result.stdout.split())
 
 
 @pytest.mark.parametrize(
@@ -332,8 +334,3 @@ def test_wrong_prompts_and_options_are_refused(data, content, options, expected)
 
     assert result.exit_code == 2
     assert expected in " ".join(result.stderr.split())
-
-
-def test_help_names_the_required_options():
-    result = CliRunner().invoke(app, ["tune", "--help"])
-    assert "--data and --kv-memory are required." in " ".join(result.stdout.split())

@@ -84,7 +84,7 @@ def test_short_prompt_under_a_budget_in_percent_is_generated_like_without(
             assert torch.equal(model.generate(ids, cache=cache, **sampled), expected)
 
 
-def test_positions_must_continue_the_cached_ones(model, cache) -> None:
+def test_positions_continue_the_cached_ones_and_those_of_padding_are_ignored(model, cache):
     first = model(IDS[:, :30], past_key_values=cache, position_ids=torch.arange(30)[None])
     assert first.past_key_values is cache
 
@@ -94,6 +94,13 @@ def test_positions_must_continue_the_cached_ones(model, cache) -> None:
         model(IDS.repeat(2, 1), past_key_values=cache)
     with pytest.raises(UnsoundCombination, match="cannot be copied"):
         copy.deepcopy(cache)
+
+    counts = count_new_tokens(torch.tensor([[0, 0, 1], [1, 1, 1]]), 3, 0, [0, 0])
+    check_positions(torch.tensor([[1, 1, 0], [0, 1, 2]]), counts, [0, 0])
+    check_positions(torch.tensor([[3, 4]]), count_new_tokens(None, 2, 3, [3, 3]), [3, 3])
+    for positions in ([[0, 1, 2], [1, 2, 3]], [[0, 1, 2], [0, 2, 1]]):  # do not continue row 1
+        with pytest.raises(RequestError, match="consecutive position_ids from 0 in row 1"):
+            check_positions(torch.tensor(positions), count_new_tokens(None, 3, 0, [0, 0]), [0, 0])
 
 
 def test_forward_accepts_positional_arguments_and_can_return_a_tuple(model, cache) -> None:
@@ -120,7 +127,7 @@ def test_unsupported_forward_options_are_refused(model, cache, options, message)
         model(**{"input_ids": IDS, "past_key_values": cache, **options})
 
 
-def test_closed_cache_is_refused(model) -> None:
+def test_closed_cache_is_refused_and_a_collected_one_restores_its_model(model):
     cache = QuireCache(model)
     model(IDS, past_key_values=cache)
     cache.close()
@@ -130,6 +137,15 @@ def test_closed_cache_is_refused(model) -> None:
         model(IDS, past_key_values=cache)
     with QuireCache(model), pytest.raises(ConfigError, match="closed"):
         model(IDS, past_key_values=cache)
+
+    model = zoo.build("llama")
+    found = state(model)
+
+    cache = QuireCache(model)
+    assert state(model) != found
+    del cache
+
+    assert state(model) == found
 
 
 def test_too_small_memory_or_max_tokens_is_refused_with_the_needed_bytes(model) -> None:
@@ -246,17 +262,6 @@ def test_two_caches_of_one_model_are_independent() -> None:
 
     assert torch.allclose(whole, expected, atol=1e-4)
     assert not torch.allclose(evicted, expected, atol=1e-4)
-    assert state(model) == found
-
-
-def test_garbage_collected_cache_restores_its_model() -> None:
-    model = zoo.build("llama")
-    found = state(model)
-
-    cache = QuireCache(model)
-    assert state(model) != found
-    del cache
-
     assert state(model) == found
 
 
@@ -434,15 +439,6 @@ def test_padding_after_a_token_is_refused(mask, past_columns, lengths) -> None:
     for given in (torch.ones(2, 2), torch.ones(1, 1, 3, 3), "causal"):
         with pytest.raises(RequestError, match=r"expected an attention_mask \[1, 3\]"):
             count_new_tokens(given, 3, 0, [0])
-
-
-def test_positions_of_padding_are_ignored_and_those_of_one_row_apply_to_all_rows() -> None:
-    counts = count_new_tokens(torch.tensor([[0, 0, 1], [1, 1, 1]]), 3, 0, [0, 0])
-    check_positions(torch.tensor([[1, 1, 0], [0, 1, 2]]), counts, [0, 0])
-    check_positions(torch.tensor([[3, 4]]), count_new_tokens(None, 2, 3, [3, 3]), [3, 3])
-    for positions in ([[0, 1, 2], [1, 2, 3]], [[0, 1, 2], [0, 2, 1]]):  # do not continue row 1
-        with pytest.raises(RequestError, match="consecutive position_ids from 0 in row 1"):
-            check_positions(torch.tensor(positions), count_new_tokens(None, 3, 0, [0, 0]), [0, 0])
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,13 @@ def test_bytes_of_a_vector_of_128_elements(text, vector_bytes):
     assert codec_spec(text).vector_bytes(128, 32) == vector_bytes
 
 
-def test_effective_bits_count_scales():
+def test_bits_count_scales_and_indices_of_long_vectors_have_two_bytes():
     """KIVI with 2 bits, the channels of keys over 32 tokens: 2 + 32 / 32 = 3; int4:group=32: 5."""
     assert codec_spec("int2_page").effective_bits(128, 32) == 3.0
     assert codec_spec("int4:group=32").effective_bits(128, 16) == 5.0
+    planes = {plane.name: plane for plane in codec_spec("int4_outliers").planes(320)}
+    assert planes["outlier_indices"].dtype == "int16"
+    assert planes["outlier_indices"].width == planes["outlier_values"].width == 4
 
 
 @pytest.mark.parametrize(
@@ -48,12 +51,6 @@ def test_codec_stores_at_min_this_multiple_of_half_precision_tokens(codec, least
     specs, shape = map(codec_spec, ("bfloat16", codec)), {"head_dim": 128, "heads": 8, "tokens": 16}
     plain, coded = (kv_pages(key=spec, value=spec, **shape).page_bytes for spec in specs)
     assert plain / coded >= least
-
-
-def test_outlier_indices_of_a_long_vector_are_two_bytes():
-    planes = {plane.name: plane for plane in codec_spec("int4_outliers").planes(320)}
-    assert planes["outlier_indices"].dtype == "int16"
-    assert planes["outlier_indices"].width == planes["outlier_values"].width == 4
 
 
 @pytest.mark.parametrize(
@@ -75,17 +72,22 @@ def test_group_that_does_not_divide_head_dim_is_rejected_with_alternatives():
         codec_spec("")
 
 
-def test_codec_options_are_part_of_the_name():
+def test_names_have_the_options_of_codecs_pairs_and_formats():
     found = codec_spec("int4_outliers:group=32, percent=2")
     assert found.name == "int4_outliers:group=32,percent=2"
     assert (found.rule, found.group, found.percent) == ("int4_outliers", 32, 2.0)
     assert codec_spec("int4_outliers:group=32,percent=2.0") == found != codec_spec("int4_outliers")
-
-
-def test_codec_pair_accepts_one_codec_two_codecs_or_a_pair_name():
     assert [one.name for one in codec_pair("int8")] == ["int8", "int8"]
     assert [one.name for one in codec_pair("int8 / int4:group=32")] == ["int8", "int4:group=32"]
     assert [one.name for one in codec_pair("kivi2")] == ["int2_page", "int2:group=32"]
+    form = read_format("int8/int4:group=16 + sinks=4 + residual=64 + plain=bfloat16")
+    assert (form.key.name, form.value.name) == ("int8", "int4:group=16")
+    assert (form.sinks, form.residual, form.plain_layers) == (4, 64, 0)
+    assert form.required_plain.name == "bfloat16"
+
+    assert without_records(MIXED) == "int4+residual=64"
+    assert without_records("int2 + promoted = 3:int8 + sinks=4") == "int2 + sinks=4"
+    assert without_records("int8/int4") == "int8/int4"
 
 
 @pytest.mark.parametrize(
@@ -118,13 +120,6 @@ MIXED = "int4+residual=64+promoted=32:int8"
 
 def layout_of(codec, **options):
     return layout_for(MODEL, codec=f"{codec}+plain=float16", page_tokens=16, **options)
-
-
-def test_format_has_codecs_and_full_precision_options():
-    form = read_format("int8/int4:group=16 + sinks=4 + residual=64 + plain=bfloat16")
-    assert (form.key.name, form.value.name) == ("int8", "int4:group=16")
-    assert (form.sinks, form.residual, form.plain_layers) == (4, 64, 0)
-    assert form.required_plain.name == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -207,9 +202,15 @@ def test_invalid_format_is_rejected_with_the_reason(text, error, message):
         read_format(text)
 
 
-def test_layout_needs_an_explicit_plain_type():
+def test_codecs_in_messages_and_explicit_plain_types():
     with pytest.raises(ConfigError, match=r"needs their type, such as \+plain=float32"):
         layout_for(MODEL, codec="kivi4", page_tokens=32)
+    text = f"{MIXED}+plain=float32"
+    with pytest.raises(ConfigError, match=rf"KV codec '{MIXED.replace('+', '.')}': the scores"):
+        refuse_excluded(text, Storing(form=read_format(text)))
+    assert stored_codec("none", "float32") == "float32"
+    with pytest.raises(ConfigError, match=r"computes in float32, .* or --dtype float16"):
+        stored_codec("int8/float16", "float32")
 
 
 def test_full_precision_tokens_use_one_page_per_lane_for_any_length():
@@ -260,23 +261,11 @@ def test_promoted_tokens_use_one_page_per_evicting_lane(heads_apart):
     assert statistics_used(layout, ()) == private
 
 
-def test_without_records_removes_the_promotion_only():
-    assert without_records(MIXED) == "int4+residual=64"
-    assert without_records("int2 + promoted = 3:int8 + sinks=4") == "int2 + sinks=4"
-    assert without_records("int8/int4") == "int8/int4"
-
-
 def test_full_precision_window_is_limited_by_the_sliding_window():
     groups = [group for group in layout_of("int4+residual=100").groups if group.full_precision]
 
     records = {group.name: group.full_precision.records for group in groups}
     assert records == {"full.full_precision": 100, "window_64.full_precision": 64}
-
-
-def test_messages_show_the_codec_as_given():
-    text = f"{MIXED}+plain=float32"
-    with pytest.raises(ConfigError, match=rf"KV codec '{MIXED.replace('+', '.')}': the scores"):
-        refuse_excluded(text, Storing(form=read_format(text)))
 
 
 def test_plain_layers_have_separate_groups():
@@ -320,9 +309,3 @@ def test_every_excluded_combination_is_rejected(text, requested, reason):
 )
 def test_valid_combination_is_accepted(text, requested):
     refuse_excluded(text, Storing(form=read_format(text), **requested))
-
-
-def test_plain_codec_must_be_the_models_dtype():
-    assert stored_codec("none", "float32") == "float32"
-    with pytest.raises(ConfigError, match=r"computes in float32, .* or --dtype float16"):
-        stored_codec("int8/float16", "float32")

@@ -103,23 +103,18 @@ def test_slot_statistics_follow_their_group_and_others_have_fixed_records():
     assert all(group.private and not group.ordered for group in layout.groups[1:])
 
 
-def test_statistics_of_equal_shape_share_a_page_class():
+def test_statistics_share_page_classes_and_sequences_use_their_own():
     statistics = AttentionSum(), SquareSum(), AttentionSum()
     layout = layout_of(None, evicting=True, statistics=statistics)
 
     names = [group.name for group in layout.groups[1:]]
     assert names == ["full.attention_sum.mean", "full.square_sum.mean"]
     assert len(layout.page_classes) == 2
-
-
-def test_sequence_of_one_token_has_all_fixed_records():
     layout = layout_of(None, None, evicting=True, statistics=(QueryRing(window=8),))
     ring = layout.groups[1]
     assert layout.smallest_sequence_bytes == 2 * (4160 + 8256)
     assert [ring.bytes_at_most(tokens, 1) for tokens in (0, 1, 1000)] == [0, 2 * 8256, 2 * 8256]
 
-
-def test_sequence_uses_the_groups_of_its_own_statistics():
     layout = layout_of(None, 64, evicting=True, statistics=STATISTICS)
 
     assert statistics_used(layout, ()) == frozenset()
@@ -295,25 +290,22 @@ PAGE_BYTES = [
 ]
 
 
-def test_bytes_of_a_page():
+def test_bytes_of_pages_with_positions_and_keys_before_rope():
     for page, num_bytes in PAGE_BYTES:
         assert page.data_bytes == page.page_bytes == num_bytes
-
-
-def test_positions_add_four_bytes_per_slot_rounded_up_to_a_vector():
-    """16 slots need 64 bytes, rounded up to one vector of 128 elements of 2 bytes."""
+    # 16 slots need 64 bytes, rounded up to one vector of 128 elements of 2 bytes
     for heads in (1, 8):
         plain, page = page_of(heads=heads), page_of(heads=heads, positions=True)
         assert page.positions_offset_bytes == plain.page_bytes
         assert page.page_bytes == plain.page_bytes + 256
-
-
-def test_pages_with_pre_rope_keys_are_a_separate_class():
-    """Pools are per class: equal bytes, but the pages are not interchangeable."""
+    # pools are per class: equal bytes, but the pages are not interchangeable
     after, before = page_of(), page_of(rotated=False)
     assert before.page_bytes == after.page_bytes
     assert before != after
     assert len({after: 1, before: 2, page_of(): 3}) == 2
+
+    page = page_of(tokens=16)
+    assert [page.pages_for(slots) for slots in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]
 
 
 @given(
@@ -361,11 +353,6 @@ def test_planes_are_consecutive_with_codes_first(key, value, heads, tokens, head
     assert placed[-1].end_bytes <= page.positions_offset_bytes
 
 
-def test_pages_for_rounds_up_to_whole_pages():
-    page = page_of(tokens=16)
-    assert [page.pages_for(slots) for slots in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]
-
-
 @pytest.mark.parametrize(
     ("name", "word"), [("head_dim", "width"), ("heads", "heads"), ("tokens", "tokens")]
 )
@@ -374,11 +361,16 @@ def test_empty_page_is_rejected(name, word):
         page_of(**{name: 0})
 
 
-def test_unordered_slots_must_store_positions():
+def test_groups_have_unique_names_and_unordered_slots_positions():
     with pytest.raises(ConfigError, match="need pages with positions"):
         LaneGroup(name="kv", page_class=page_of(), layers=(0,), ordered=False)
 
     LaneGroup(name="sums", page_class=page_of(), layers=(0,), ordered=False, private=True)
+    group = LaneGroup(name="kv", page_class=page_of(), layers=(0,))
+    with pytest.raises(ConfigError, match="unique names"):
+        CacheLayout((group, group))
+    with pytest.raises(ConfigError, match="unique names"):
+        CacheLayout(())
 
 
 @pytest.mark.parametrize(("window", "ordered"), [(0, True), (-1, True), (8, False)])
@@ -386,14 +378,6 @@ def test_window_needs_ordered_lanes_and_at_min_one_token(window, ordered):
     page, rules = page_of(positions=True), {"window": window, "ordered": ordered}
     with pytest.raises(ConfigError, match="a window needs ordered lanes and at least 1 token"):
         LaneGroup(name="kv", page_class=page, layers=(0,), **rules)
-
-
-def test_groups_of_a_layout_must_have_unique_names():
-    group = LaneGroup(name="kv", page_class=page_of(), layers=(0,))
-    with pytest.raises(ConfigError, match="unique names"):
-        CacheLayout((group, group))
-    with pytest.raises(ConfigError, match="unique names"):
-        CacheLayout(())
 
 
 def test_sequence_of_one_token_needs_one_page_per_lane():
@@ -493,7 +477,7 @@ class Paint:
         check_options(self)
 
 
-def test_invalid_choice_is_rejected_with_its_flag_and_a_suggestion():
+def test_fields_are_checked_by_choice_or_type_and_parsed_once():
     assert Paint(colour="green").colour == "green"
 
     expected = "expected paint-colour to be one of red, green, got 'gren': did you mean green"
@@ -501,27 +485,22 @@ def test_invalid_choice_is_rejected_with_its_flag_and_a_suggestion():
         Paint(colour="gren")
     assert choices_of(Colour) == ("red", "green")
     assert choices_of(str) == choices_of(int | None) == ()
-
-
-@pytest.mark.parametrize("value", [None, 3, "", "purple"])
-def test_invalid_choice_without_a_near_match_lists_all_choices(value):
-    with pytest.raises(ConfigError, match=r"one of red, green, got .*[^?]$"):
-        require_choice("colour", value, ("red", "green"))
-
-
-def test_fields_without_choices_are_checked_by_type():
     assert Paint(coats=2).coats == 2
     with pytest.raises(ConfigError, match="expected coats to be int or None, got '2'"):
         Paint(coats="2")
 
-
-def test_parsed_field_stores_its_value_and_accepts_it_again():
     paint = Paint(can="2KiB")
     assert (Paint().can, paint.can) == (None, 2048)
     assert replace(paint, coats=1).can == 2048
     assert replace(Paint(), coats=1).can is None
     with pytest.raises(ConfigError, match=r"--can: 'much' is not a size: .*, or auto$"):
         Paint(can="much")
+
+
+@pytest.mark.parametrize("value", [None, 3, "", "purple"])
+def test_invalid_choice_without_a_near_match_lists_all_choices(value):
+    with pytest.raises(ConfigError, match=r"one of red, green, got .*[^?]$"):
+        require_choice("colour", value, ("red", "green"))
 
 
 @pytest.mark.parametrize(

@@ -87,12 +87,10 @@ WINDOWS = [
 ]
 
 
-def test_windows_of_layers():
+def test_windows_and_names_of_layers_are_read():
     for config, expected in WINDOWS:
         assert windows(config) == expected
 
-
-def test_gpt2_key_names():
     model = ModelSpec.from_config(GPT2)
 
     assert (model.num_layers, model.num_heads) == (model.num_layers, model.num_kv_heads) == (12, 12)
@@ -101,6 +99,12 @@ def test_gpt2_key_names():
     assert model.tied_embeddings
     assert not model.gated_mlp
     assert ModelSpec.from_config(GPT2 | {"n_inner": 2000}).intermediate_size == 2000
+
+    model = ModelSpec.from_config(GEMMA3_4B)
+    assert model.architecture == "gemma3_text"
+    assert (model.num_heads, model.num_kv_heads, model.head_dim) == (8, 4, 256)
+    assert windows(GEMMA3_4B)[:7] == [1024] * 5 + [None, 1024]
+    assert model.tied_embeddings
 
 
 def test_multi_query_has_one_kv_head_except_in_new_falcon_models():
@@ -114,20 +118,19 @@ def test_multi_query_has_one_kv_head_except_in_new_falcon_models():
     assert ModelSpec.from_config(newer).num_kv_heads == 8
 
 
-def test_opt_with_narrow_embeddings_counts_the_projections():
+def test_narrow_embeddings_and_the_packaged_model_are_counted():
     """OPT-350M: embeddings of 512, hidden 1024. Published: 331 million parameters."""
     config = {"model_type": "opt", "hidden_size": 1024, "word_embed_proj_dim": 512, "ffn_dim": 4096}
     config |= {"num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 50_272}
     model = ModelSpec.from_config(config | {"max_position_embeddings": 2048})
     assert model.num_parameters == pytest.approx(331_196_416, rel=0.01)
 
-
-def test_nested_gemma3_config_uses_the_defaults_of_its_family():
-    model = ModelSpec.from_config(GEMMA3_4B)
-    assert model.architecture == "gemma3_text"
-    assert (model.num_heads, model.num_kv_heads, model.head_dim) == (8, 4, 256)
-    assert windows(GEMMA3_4B)[:7] == [1024] * 5 + [None, 1024]
-    assert model.tied_embeddings
+    folder = Path(str(resources.files("quire") / "assets" / "quire-tiny"))
+    with (folder / "model.safetensors").open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        tensors = json.loads(file.read(length))
+    stored = sum(math.prod(t["shape"]) for name, t in tensors.items() if name != "__metadata__")
+    assert ModelSpec.from_config(read_config(folder)).num_parameters == stored
 
 
 WINDOWED = (
@@ -504,15 +507,6 @@ def test_parameter_count_is_within_one_percent_of_the_model(kind):
     assert ModelSpec.from_config(config.to_dict()).num_parameters == expected
 
 
-def test_parameter_count_of_the_packaged_model_is_exact():
-    folder = Path(str(resources.files("quire") / "assets" / "quire-tiny"))
-    with (folder / "model.safetensors").open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        tensors = json.loads(file.read(length))
-    stored = sum(math.prod(t["shape"]) for name, t in tensors.items() if name != "__metadata__")
-    assert ModelSpec.from_config(read_config(folder)).num_parameters == stored
-
-
 def test_parameter_counts_of_known_models_equal_the_published_ones():
     """Llama 3 8B: 8,030,261,248; 70B: 70,553,706,496; Mixtral 8x7B: 46.7e9, 12.9e9 active."""
     big = LLAMA_8B | {"hidden_size": 8192, "intermediate_size": 28_672}
@@ -644,7 +638,7 @@ def test_models_without_plain_kv_are_rejected_with_the_reason(change, reason):
         ModelSpec.from_config(LLAMA_8B | change)
 
 
-def test_constructed_spec_and_folder_are_validated(tmp_path):
+def test_spec_folder_and_dtype_are_validated(tmp_path):
     good = ModelSpec.from_config(LLAMA_8B)
     fields = {f.name: getattr(good, f.name) for f in dataclasses.fields(good) if f.init}
 
@@ -655,8 +649,6 @@ def test_constructed_spec_and_folder_are_validated(tmp_path):
     with pytest.raises(ModelError, match="no such folder"):
         read_config(tmp_path / "nowhere")
 
-
-def test_dtype_bytes_and_unknown_dtype_suggestion():
     assert dtype_bytes("float32") == 4
     assert dtype_bytes("torch.bfloat16") == 2
     with pytest.raises(UnknownName, match="did you mean"):

@@ -71,7 +71,7 @@ def test_one_model_in_two_threads_keeps_requests_separate() -> None:
         assert all(map(torch.equal, threads.map(work, prompts), alone))
 
 
-def test_bridge_is_cleared_after_a_failed_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bridge_of_the_only_decoder_is_cleared_after_a_failed_forward(monkeypatch):
     model = zoo.build("llama")
     monkeypatch.setattr(Recorder, "attend", lambda *_: 1 // 0)
 
@@ -80,9 +80,6 @@ def test_bridge_is_cleared_after_a_failed_forward(monkeypatch: pytest.MonkeyPatc
 
     with pytest.raises(InvariantError, match="only in forwards of a Quire decoder"):
         model(torch.tensor([[1, 2, 3]]))
-
-
-def test_model_can_have_one_decoder_only() -> None:
     model = zoo.build("llama")
     TransformersDecoder(model)
     with pytest.raises(InvariantError, match="got one that has a decoder"):
@@ -205,7 +202,7 @@ def test_quantized_weights_are_compared_within_their_own_loss(codec, monkeypatch
         compare_with_transformers(decoder, stored, codec=codec)
 
 
-def test_ignored_positions_are_detected() -> None:
+def test_ignored_positions_and_another_chunk_are_detected():
     model = zoo.build("opt")
     decoder = TransformersDecoder(model)
     embed = model.model.decoder.embed_positions
@@ -214,6 +211,14 @@ def test_ignored_positions_are_detected() -> None:
     )
 
     with pytest.raises(UnsupportedModel, match="logits differ"):
+        compare_with_transformers(decoder)
+
+    # chunks of 64 tokens, not of 32: a test prompt goes beyond the end of the first one
+    model = tiny.build("llama4_text")
+    layers = ModelSpec.from_config(model.config.to_dict()).layers
+    changed = tuple(replace(layer, chunk=layer.chunk and 32) for layer in layers)
+    decoder = DecoderWithSpec(model, layers=changed)
+    with pytest.raises(UnsupportedModel, match=r"on 11 of 43 positions .* first at position 32"):
         compare_with_transformers(decoder)
 
 
@@ -235,16 +240,6 @@ def test_ignored_positions_are_detected() -> None:
 def test_spec_that_differs_from_the_model_is_detected(name, changes, message):
     with pytest.raises(UnsupportedModel, match=message):
         compare_with_transformers(DecoderWithSpec(zoo.build(name), **changes))
-
-
-def test_chunk_that_differs_from_the_config_is_detected() -> None:
-    """Chunks of 64 tokens, not of 32: a test prompt goes beyond the end of the first one."""
-    model = tiny.build("llama4_text")
-    layers = ModelSpec.from_config(model.config.to_dict()).layers
-    changed = tuple(replace(layer, chunk=layer.chunk and 32) for layer in layers)
-    decoder = DecoderWithSpec(model, layers=changed)
-    with pytest.raises(UnsupportedModel, match=r"on 11 of 43 positions .* first at position 32"):
-        compare_with_transformers(decoder)
 
 
 def test_other_scale_of_a_layer_that_reads_keys_of_another_and_nan_are_detected() -> None:

@@ -274,7 +274,7 @@ def test_message_that_cannot_be_continued_is_refused(render, message, options, e
         render(STRINGS["plain"], chat, continue_final_message=True, **options)
 
 
-def test_chat_with_the_packaged_model_is_one_document(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_chats_are_one_document_without_extra_special_tokens(tokenizer):
     messages = messages_of([("system", "Facts. "), ("user", "The key is\n")], 0)
     template = ChatTemplate(tokenizer)
 
@@ -282,6 +282,15 @@ def test_chat_with_the_packaged_model_is_one_document(tokenizer: PreTrainedToken
     assert template.render(later).startswith(template.render(later[:1]) + "two ")
     assert template.render(messages) == "<|doc|>Facts. The key is\n"
     assert template.encode(messages) == [DOC, *encode_prompt(tokenizer, "Facts. The key is\n")]
+
+    token_ids = encode_prompt(tokenizer, "The key is 42.")
+
+    assert DOC not in token_ids
+    assert tokenizer.decode(token_ids) == "The key is 42."
+    assert encode_prompt(tokenizer, "<|doc|>The key is 42.") == [DOC, *token_ids]
+    assert len(encode_prompt(tokenizer, "7" * 5000)) == 5000  # longer than the context
+    with pytest.raises(RequestError, match="at least one token"):
+        encode_prompt(tokenizer, "")
 
 
 def test_template_for_tools_has_its_own_form(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -312,17 +321,6 @@ def test_messages_refused_by_the_template_raise_a_request_error(
     tokenizer.chat_template = template
     with pytest.raises(RequestError, match=message):
         ChatTemplate(tokenizer).encode(messages)
-
-
-def test_prompt_is_encoded_without_extra_special_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    token_ids = encode_prompt(tokenizer, "The key is 42.")
-
-    assert DOC not in token_ids
-    assert tokenizer.decode(token_ids) == "The key is 42."
-    assert encode_prompt(tokenizer, "<|doc|>The key is 42.") == [DOC, *token_ids]
-    assert len(encode_prompt(tokenizer, "7" * 5000)) == 5000  # longer than the context
-    with pytest.raises(RequestError, match="at least one token"):
-        encode_prompt(tokenizer, "")
 
 
 SENTENCES = "The gull cries above the harbour wall, and 17 boats sail over the quiet water.\n"

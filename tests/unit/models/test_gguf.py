@@ -299,11 +299,20 @@ def test_rope_metadata(values: dict[str, object], expected: dict[str, object]) -
     assert config.rope_parameters == DEFAULT_ROPE | expected
 
 
-def test_end_tokens_are_those_of_a_text_a_turn_and_a_message() -> None:
+def test_end_tokens_and_the_rope_of_windows_are_those_of_the_file():
     keys = {"eos_token_id": 2, "eot_token_id": 7, "eom_token_id": 8, "bos_token_id": 1}
     values = {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
     assert GgufMetadata(Path("m.gguf"), values, {}, "").end_token_ids == [2, 7, 8]
     assert GgufMetadata(Path("m.gguf"), {}, {}, "").end_token_ids == []
+
+    config = LlamaConfig(**SHAPE)
+    full = {"rope_theta": 1e6, "rope_type": "default"}
+    config.rope_parameters = {"sliding_attention": DEFAULT_ROPE, "full_attention": full}
+
+    metadata({"scaling.type": "linear", "scaling.factor": 8.0}).set_rope(config)
+
+    scaled = full | {"rope_type": "linear", "factor": 8.0}
+    assert config.rope_parameters == {"sliding_attention": DEFAULT_ROPE, "full_attention": scaled}
 
 
 def test_two_sets_of_divisors_are_longrope() -> None:
@@ -320,14 +329,3 @@ def test_two_sets_of_divisors_are_longrope() -> None:
         "original_max_position_embeddings": 64,
         "attention_factor": 1.2,
     }
-
-
-def test_layers_with_a_sliding_window_keep_their_rope() -> None:
-    config = LlamaConfig(**SHAPE)
-    full = {"rope_theta": 1e6, "rope_type": "default"}
-    config.rope_parameters = {"sliding_attention": DEFAULT_ROPE, "full_attention": full}
-
-    metadata({"scaling.type": "linear", "scaling.factor": 8.0}).set_rope(config)
-
-    scaled = full | {"rope_type": "linear", "factor": 8.0}
-    assert config.rope_parameters == {"sliding_attention": DEFAULT_ROPE, "full_attention": scaled}

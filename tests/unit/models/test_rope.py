@@ -60,12 +60,25 @@ def test_variant_is_independent_of_the_positions_in_the_batch(decoder: Transform
     assert (as_short[:SHORT] - as_long).abs().max() > 0.1
 
 
-def test_dynamic_rope_scaling_is_refused() -> None:
+def test_dynamic_and_interleaved_ropes_are_refused_and_unknown_not_unrotated():
     config = LlamaConfig(
         **zoo._SHAPE, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     )
     with pytest.raises(UnsupportedModel, match="'dynamic' changes its frequencies"):
         TransformersDecoder(LlamaForCausalLM(config))
+    # pairs of neighbours, and queries without RoPE that are scaled by their positions
+    decoder = TransformersDecoder(zoo.build("llama4"))
+    for reason in (decoder.prepare(QueryMoments()), decoder.prepare_pre_rope()):
+        assert reason is not None
+        assert "Llama4ForCausalLM rotates its queries" in reason.replace("layer 0 of ", "")
+
+    # cohere rotates elements 2 i and 2 i + 1 as a pair
+    torch.manual_seed(0)
+    decoder = TransformersDecoder(CohereForCausalLM(CohereConfig(**zoo._SHAPE)).eval())
+    assert "CohereForCausalLM rotates" in decoder.prepare(QueryMoments())
+    assert "layer 0 of CohereForCausalLM rotates" in decoder.prepare_pre_rope()
+    assert decoder.rotations() is None
+    assert record(decoder).calls[0].rotary is None
 
 
 @pytest.mark.parametrize(
@@ -236,14 +249,6 @@ def test_mean_rotation_is_the_mean_of_rotated_queries(name):
     assert together.sum(dim=0).max() == (1 if name == "gpt2" else 2)
 
 
-def test_an_unknown_rope_is_a_reason_not_to_unrotate():
-    """Pairs of neighbours, and queries without RoPE that are scaled by their positions."""
-    decoder = TransformersDecoder(zoo.build("llama4"))
-    for reason in (decoder.prepare(QueryMoments()), decoder.prepare_pre_rope()):
-        assert reason is not None
-        assert "Llama4ForCausalLM rotates its queries" in reason.replace("layer 0 of ", "")
-
-
 @pytest.mark.parametrize("name", sorted(KNOWN - {"gpt2", "opt"}))
 def test_queries_and_keys_at_position_0_can_be_rotated_to_any_position(name):
     """In every layer, including sliding windows, and with every RoPE variant."""
@@ -278,16 +283,6 @@ def test_keys_at_position_0_equal_the_projection(dtype):
     assert all(
         torch.equal(key, projected[layer].view(key.shape)) for layer, key in recorder.keys.items()
     )
-
-
-def test_interleaved_rope_is_refused_by_name():
-    """Cohere rotates elements 2 i and 2 i + 1 as a pair."""
-    torch.manual_seed(0)
-    decoder = TransformersDecoder(CohereForCausalLM(CohereConfig(**zoo._SHAPE)).eval())
-    assert "CohereForCausalLM rotates" in decoder.prepare(QueryMoments())
-    assert "layer 0 of CohereForCausalLM rotates" in decoder.prepare_pre_rope()
-    assert decoder.rotations() is None
-    assert record(decoder).calls[0].rotary is None
 
 
 def test_layer_without_rope_does_not_change_queries():

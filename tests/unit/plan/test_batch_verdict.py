@@ -230,7 +230,7 @@ def test_prompt_within_the_cap_does_not_pay(prompt, new, reason):
     assert reason in verdict.reasons[0]
 
 
-def test_arm_rules_are_full_extreme_and_the_given_rule_with_two_schedules():
+def test_rules_of_arms_are_those_of_the_paper_with_caps_that_may_be_overridden():
     assert arm_rules("h2o:recent=8,cap=64,every=4,when=pressure") == {
         "full": "full",
         "decode": "h2o:recent=8,cap=64,every=4,when=decode",
@@ -238,8 +238,6 @@ def test_arm_rules_are_full_extreme_and_the_given_rule_with_two_schedules():
         "prefill_and_decode": "h2o:recent=8,cap=64,every=4,when=prefill_and_decode",
     }
 
-
-def test_cap_of_a_rule_is_overridden_and_is_a_fraction_of_the_prompt_by_default():
     assert arm_rules(cap="25%")["decode"] == "average:cap=25%,when=decode"
     other = arm_rules("tova:cap=9,every=2", cap="7", every=3)["decode"]
     assert other == "tova:cap=7,every=3,when=decode"

@@ -175,14 +175,12 @@ def test_the_engine_holds_what_is_planned(kv_bytes, tokens, codec, cap, kind):
     assert not peaks.fit_alone(counts * (held.sequences + 1))
 
 
-def test_pool_smaller_than_one_token_is_refused_with_the_page_of_each_kind():
+def test_too_small_pools_numbers_below_one_and_unknown_codecs_are_refused():
     with pytest.raises(ConfigError, match="2,048 B in each of 1 layer and a page of 1,024 B in"):
         fits(4095, 1, model=CACHE_KINDS["by_layer"])
     with pytest.raises(ConfigError, match=r"a page of 2,048 B in each of 2 layers = 4,096 B"):
         fits(2 * 2048 - 1, 1)
 
-
-def test_numbers_below_one_and_an_unknown_codec_are_refused():
     for tokens, batch in ((0, 1), (1, 0), (-5, 1)):
         with pytest.raises(ConfigError, match="expected 1 or more"):
             fits(1 << 20, tokens, batch)
@@ -227,15 +225,13 @@ def test_activation_peak_is_the_maximum_of_attention_mlp_and_logits():
         peak(MODEL, -1)
 
 
-def test_activation_peak_counts_only_the_experts_per_token():
+def test_activation_peak_counts_experts_per_token_widest_heads_and_all_embeddings():
     """Two experts of 40 and a shared expert of 8 are wider than the dense 32: 3 * 88 per token."""
     sizes = {"num_layers": 2, "num_experts": 64, "experts_per_token": 2, "expert_size": 40}
     model = replace(MODEL, mixture=MixtureSpec(shared_size=8, **sizes))
     assert peak(model, 1, bytes_per_value=1) == 32 + 3 * 88
 
-
-def test_activation_peak_counts_the_widest_heads_and_the_embeddings_of_all_layers():
-    """Of each token and byte: 1 + 3 streams of 16, 2 layers of 5, and (4 + 1) * (60 + 40)."""
+    # of each token and byte: 1 + 3 streams of 16, 2 layers of 5, and (4 + 1) * (60 + 40)
     wide = HeadShape(query_heads=4, kv_heads=1, key_dim=60, value_dim=40)
     extra = ExtraSpec(layer_width=5, streams=3)
     model = replace(MODEL, layers=(LayerSpec(), LayerSpec(heads=wide)), extra=extra)
@@ -317,11 +313,16 @@ def test_impact_increases_with_the_memory_share_and_with_scarcity(fitting, batch
     assert verdict.pays == (impact not in ("low", "low-medium"))
 
 
-def test_request_that_never_fits_is_critical_and_one_beyond_the_context_is_refused():
+def test_never_fitting_requests_are_critical_and_empty_workloads_refused():
     verdict = assess_workload(sequence_bytes(LAYOUT, 4000), 5000, 1, 1)
     refused = assess_workload(10**12, 8192, 1, 1)
     assert (verdict.sequences, verdict.impact) == (0, "critical")
     assert any("exceed the model's context of 8,192" in reason for reason in refused.reasons)
+    for workload in ((0, 1, 1), (1, -1, 1), (1, 1, 0)):
+        with pytest.raises(ConfigError, match=f"workload {','.join(map(str, workload))}"):
+            assess_workload(10**9, *workload)
+    with pytest.raises(ConfigError, match="kv_memory=0 B"):
+        assess_workload(0, 1, 1, 1)
 
 
 def test_decode_share_follows_its_formula():
@@ -332,14 +333,6 @@ def test_decode_share_follows_its_formula():
     assert share(100, 10, 1) == pytest.approx(decode / (prefill + decode))
     # it increases with the output and decreases with the input
     assert share(2000, 5, 16) < 0.1 < share(2000, 500, 16) < share(200, 500, 16) < 1
-
-
-def test_empty_workloads_and_no_kv_memory_are_refused():
-    for workload in ((0, 1, 1), (1, -1, 1), (1, 1, 0)):
-        with pytest.raises(ConfigError, match=f"workload {','.join(map(str, workload))}"):
-            assess_workload(10**9, *workload)
-    with pytest.raises(ConfigError, match="kv_memory=0 B"):
-        assess_workload(0, 1, 1, 1)
 
 
 # ---- memory limits of containers -----------------------------------------------------------------
@@ -375,20 +368,22 @@ def group(write):
     return put
 
 
-def test_limit_of_the_own_group_applies_without_cached_files(tmp_path, write, group):
+def test_limits_of_groups_up_to_the_root_apply_without_cached_files(tmp_path, write, group):
     group("a/b", 4 * GIB, 3 * GIB, cached=GIB)
     membership = write("membership", "0::/a/b")
     assert container_free_bytes(tmp_path, membership) == 2 * GIB
     assert container_total_bytes(tmp_path, membership) == 4 * GIB
 
-
-def test_smallest_limit_up_to_the_root_applies(tmp_path, write, group):
     group("a/b", "max", 0)
     group("a", 2 * GIB, GIB)
     group(".", 8 * GIB, 7 * GIB + 1)
     membership = write("membership", "0::/a/b")
     assert container_free_bytes(tmp_path, membership) == GIB - 1
     assert container_total_bytes(tmp_path, membership) == 2 * GIB
+
+    group("a", GIB, GIB + 5)
+    assert container_free_bytes(tmp_path, write("membership", "0::/a")) == -5
+    assert container_free_bytes(tmp_path, tmp_path / "missing") is None
 
 
 @pytest.mark.parametrize("path", ["/", "/docker/0123", "/../other"])
@@ -410,9 +405,3 @@ def test_no_limit_is_none(tmp_path, write, group, limit):
     membership = write("membership", "0::/a")
     assert container_free_bytes(tmp_path, membership) is None
     assert container_total_bytes(tmp_path, membership) is None
-
-
-def test_group_over_its_limit_has_negative_free_bytes(tmp_path, write, group):
-    group("a", GIB, GIB + 5)
-    assert container_free_bytes(tmp_path, write("membership", "0::/a")) == -5
-    assert container_free_bytes(tmp_path, tmp_path / "missing") is None

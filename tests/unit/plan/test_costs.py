@@ -439,21 +439,16 @@ def test_rates_stored_as_zero_are_learned():
     assert prefill.square_s == pytest.approx(5e-9, rel=0.05)
 
 
-def test_fit_recovers_the_true_coefficients_and_refuses_other_times():
+def test_fit_recovers_true_coefficients_and_negative_ones_are_zero():
     amounts = [(1, tokens, tokens**2) for tokens in (10, 50, 200, 1000)]
     seconds = [2e-3 + 1e-5 * tokens + 3e-9 * square for _, tokens, square in amounts]
     assert fit_seconds(amounts, seconds) == pytest.approx((2e-3, 1e-5, 3e-9))
     for amounts, seconds in (([], []), ([(1, 1)], [0.0]), ([(1, 1), (1, 2)], [1.0, -1.0])):
         with pytest.raises(ConfigError, match="times above 0"):
             fit_seconds(amounts, seconds)
-
-
-def test_negative_coefficients_are_fitted_as_zero():
-    """Times 1, 3 for amounts 1, 2: the free fit has a call of -1; without calls b = 1.15.
-
-    Relative errors of 1 and 2/3 of the slope b: minimise (b - 1)^2 + (2 b / 3 - 1)^2, so
-    b = (1 + 2/3) / (1 + 4/9) = 15/13.
-    """
+    # times 1, 3 for amounts 1, 2: the free fit has a call of -1; without calls b = 1.15:
+    # relative errors of 1 and 2/3 of the slope b: minimise (b - 1)^2 + (2 b / 3 - 1)^2, so
+    # b = (1 + 2/3) / (1 + 4/9) = 15/13
     assert fit_seconds([(1, 1), (1, 2)], [1, 3]) == pytest.approx((0, 15 / 13))
 
 
@@ -524,13 +519,17 @@ def test_product_rate_of_measured_shapes_or_of_the_nearest():
         CEILINGS.product_rate(0, 8, 8)
 
 
-def test_written_ceilings_are_read_back(tmp_path: Path):
+def test_usable_files_of_ceilings_are_read_back(tmp_path):
     path = tmp_path / "new" / "ceilings.json"
 
     write_ceilings(CEILINGS, path)
 
     assert read_ceilings(path, HERE) == CEILINGS
     assert [found.name for found in path.parent.iterdir()] == [path.name]
+    earlier = {"one_thread_read_bytes_per_s": 1.0, "attention_bytes_per_s": {"native": 1.0}}
+    for text in (damaged(), damaged(**earlier)):
+        (tmp_path / "c.json").write_text(text)
+        assert isinstance(read_ceilings(tmp_path / "c.json", HERE), Ceilings)
 
 
 @pytest.mark.parametrize(
@@ -561,13 +560,6 @@ def damaged(**changes: object) -> str:
     }
     changed = {key: value for key, value in (stored | changes).items() if value != "absent"}
     return json.dumps(changed)
-
-
-def test_undamaged_file_and_one_of_an_earlier_version_are_usable(tmp_path: Path):
-    earlier = {"one_thread_read_bytes_per_s": 1.0, "attention_bytes_per_s": {"native": 1.0}}
-    for text in (damaged(), damaged(**earlier)):
-        (tmp_path / "c.json").write_text(text)
-        assert isinstance(read_ceilings(tmp_path / "c.json", HERE), Ceilings)
 
 
 @pytest.mark.parametrize(

@@ -123,11 +123,21 @@ def test_published_pyramid_exceeds_the_total_by_rounding_only(shape, beta):
     assert 0 <= over <= shape.num_layers * (shape.num_layers - 1) / 2
 
 
-def test_too_steep_pyramid_is_refused_with_a_suggestion():
+def test_too_steep_pyramids_scissors_and_small_shares_are_refused():
     with pytest.raises(ConfigError, match="raise cap from 30 to 31 or lower beta to 19"):
         Pyramid().lane_capacities(shape_of(30, least=12))
     assert Pyramid().lane_capacities(shape_of(31, least=12)) is not None
     assert Pyramid(beta=19).lane_capacities(shape_of(30, least=12)) is not None
+    with pytest.raises(ConfigError, match="gives the first layer no tokens besides the 9"):
+        Scissors(slope=0.9).lane_capacities(shape_of(18, least=10))
+    with pytest.raises(ConfigError, match="gives some layers no tokens besides the 8"):
+        Squeeze(share=0.1).lane_capacities(shape_of(17, layers=3, least=9))
+    assert Squeeze(share=0.1).lane_capacities(shape_of(18, layers=3, least=9)) == (8 + 28,) * 3
+
+    expected = "needs more than its 4 sinks in a lane after an eviction, got 4 tokens"
+    with pytest.raises(ConfigError, match=expected):
+        Lazy().lane_capacities(shape_of(12, layers=2, leaving=8))
+    assert Lazy().lane_capacities(shape_of(13, layers=2, leaving=8)) == (UNBOUNDED, UNBOUNDED)
 
 
 @pytest.mark.parametrize(
@@ -186,11 +196,6 @@ def test_scissors_keep_the_total_and_increase(shape, slope):
     assert min(caps) >= shape.least
     if slope * shape.spare * 2 > shape.num_layers - 1 or not slope:  # steps of a token or more
         assert list(caps) == sorted(caps)
-
-
-def test_too_steep_scissors_are_refused():
-    with pytest.raises(ConfigError, match="gives the first layer no tokens besides the 9"):
-        Scissors(slope=0.9).lane_capacities(shape_of(18, least=10))
 
 
 def test_retrieval_heads_hold_the_prompt_and_streaming_heads_a_fraction():
@@ -283,15 +288,13 @@ def test_packaged_scores_are_of_one_shape_of_model():
             duo.lane_capacities(replace(shape_of(50, layers=layers, heads=heads), head_dim=dim))
 
 
-def test_caps_by_layer_are_used_as_given_and_factors_divide_the_total():
+def test_caps_by_layer_are_used_as_given_or_refused_if_the_total_differs():
     expected = (*[700] * 4, *[300] * 4)
     assert ByLayer(caps="700x2/300x2").lane_capacities(shape_of(500, heads=2)) == expected
     # 2 : 1 : 1 of 3 * 100; equal factors give equal caps
     assert ByLayer(factors="2/1/1").lane_capacities(shape_of(100, layers=3)) == (150, 75, 75)
     assert ByLayer(factors="0.2x3").lane_capacities(shape_of(100, layers=3)) == (100, 100, 100)
 
-
-def test_caps_that_differ_from_the_total_are_refused_with_the_matching_cap():
     with pytest.raises(ConfigError, match=r"the sum 800 \(4 layers times cap=200\), got 900"):
         ByLayer(caps="300x2/150x2").lane_capacities(shape_of(200))
     with pytest.raises(ConfigError, match="cap=225"):
@@ -482,12 +485,6 @@ def test_layer_without_recorded_similarity_raises_an_error():
         Squeeze().finalize(view, ByAttention(), shape_of(100, layers=2))
 
 
-def test_too_small_squeeze_share_is_refused():
-    with pytest.raises(ConfigError, match="gives some layers no tokens besides the 8"):
-        Squeeze(share=0.1).lane_capacities(shape_of(17, layers=3, least=9))
-    assert Squeeze(share=0.1).lane_capacities(shape_of(18, layers=3, least=9)) == (8 + 28,) * 3
-
-
 def view_with_masses(far, tokens=10):
     """One head a layer; its last query gives `far` of its attention to the token at position 3."""
     ring = QueryRing(window=1)
@@ -556,13 +553,6 @@ def test_bounded_lazy_caps_are_within_the_total(far, threshold, cap, least):
 
     assert sum(caps) <= cap * len(far)
     assert min(caps) >= least
-
-
-def test_lazy_needs_a_cap_above_its_sinks():
-    expected = "needs more than its 4 sinks in a lane after an eviction, got 4 tokens"
-    with pytest.raises(ConfigError, match=expected):
-        Lazy().lane_capacities(shape_of(12, layers=2, leaving=8))
-    assert Lazy().lane_capacities(shape_of(13, layers=2, leaving=8)) == (UNBOUNDED, UNBOUNDED)
 
 
 def view_with(received, positions=None):

@@ -475,13 +475,21 @@ def test_torch_and_numpy_select_the_same_slots(data, lanes):
     assert best.sum(axis=1).tolist() == torch.minimum(wanted, free.sum(dim=1)).tolist()
 
 
-def test_several_lanes_can_share_free_slots():
+def test_lanes_share_free_slots_and_need_none_for_piece_edges_without_evictions():
     score = torch.tensor([[[1.0, 5.0, 3.0, 4.0], [5.0, 1.0, 4.0, 4.0]]])
     free, wanted = torch.tensor([[[True, False, True, True]]]), torch.tensor([[2]])
 
     expected = [[[False, False, True, True], [True, False, True, False]]]
     assert best_slots(score, free, wanted).tolist() == expected
     assert best_with_torch(score, free, wanted).tolist() == expected
+
+    # different caps: one lane retains all of its 15, fewer than sinks and two edges of 9
+    short, long = [*range(15), *[-1] * 15], list(range(30))
+    view = KVView(torch.tensor([short, long]), next_position=30)
+
+    retained = Recent(sinks=4).select(view, torch.tensor([15, 24]), piece_tokens=10)
+
+    assert retained.sum(dim=1).tolist() == [15, 20]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -557,16 +565,6 @@ def test_heads_of_a_layer_retain_one_set_by_their_mean_score(scores, keep, piece
         lane = (mean, [True] * 6, [False] * 6)
         expected = plain_pieces(*lane, keep, piece_tokens)
         assert retained[2 * layer].tolist() == retained[2 * layer + 1].tolist() == expected
-
-
-def test_lane_without_evictions_needs_no_slots_for_piece_edges():
-    """Different caps: one lane retains all of its 15, fewer than sinks and two edges of 9."""
-    short, long = [*range(15), *[-1] * 15], list(range(30))
-    view = KVView(torch.tensor([short, long]), next_position=30)
-
-    retained = Recent(sinks=4).select(view, torch.tensor([15, 24]), piece_tokens=10)
-
-    assert retained.sum(dim=1).tolist() == [15, 20]
 
 
 def test_ada_with_pieces_stays_within_the_layer_total():

@@ -378,7 +378,7 @@ def test_caps_are_finalized_after_prefill():
     assert uniform.finalize(plain, view, LANES) is plain
 
 
-def test_pieces_are_chunks_or_pages():
+def test_pieces_are_chunks_or_pages_and_need_a_cap_with_their_edges():
     def pieces(granularity):
         eviction = make_eviction(f"recent:cap=512,{granularity}").for_request(999, LANES)
         return eviction.piece_tokens, eviction.by_page, eviction.keeps_order
@@ -387,10 +387,7 @@ def test_pieces_are_chunks_or_pages():
     assert pieces("granularity=chunk") == (20, False, True)
     assert pieces("granularity=chunk,chunk_tokens=7") == (7, False, True)
     assert pieces("granularity=page") == (16, True, True)
-
-
-def test_pieces_require_a_cap_with_their_edges():
-    """One slot, 64 evicted at a time, and a piece of 16 at each end: 97."""
+    # one slot, 64 evicted at a time, and a piece of 16 at each end: 97
     text = "recent:cap={},every=64,granularity=page"
     assert make_eviction(text.format(97)).for_request(500, LANES).spec.cap == 97
     assert "but the rule needs 33" in str(refusal(text.format(96), 500))

@@ -142,11 +142,14 @@ def test_policy_file_that_cannot_be_loaded_is_named(tmp_path, code, message):
     assert "installed" not in registry.registered()
 
 
-def test_registered_rules_and_budgets_are_sorted_without_full():
+def test_names_are_sorted_without_full_and_unknown_ones_suggest_the_nearest():
     assert list(registry.registered()) == sorted(registry.registered())
     assert list(registry.registered_budgets()) == sorted(registry.registered_budgets())
     assert "full" not in registry.registered()
     assert registry.registered_budgets()["uniform"] is Uniform
+    for make, text, message in UNKNOWN:
+        with pytest.raises(UnknownName, match=message):
+            make(text)
 
 
 def test_nested_rules_are_parsed_with_and_without_parentheses():
@@ -166,12 +169,6 @@ UNKNOWN = [
     (registry.make_budget, "pyramide", "unknown eviction budget 'pyramide': did you mean"),
     (registry.make_budget, "ada:flor=1", "unknown option of budget 'ada' 'flor': did you mean"),
 ]
-
-
-def test_unknown_name_suggests_the_nearest():
-    for make, text, message in UNKNOWN:
-        with pytest.raises(UnknownName, match=message):
-            make(text)
 
 
 @pytest.mark.usefixtures("temporary_registrations")

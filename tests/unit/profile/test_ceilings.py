@@ -46,15 +46,12 @@ def test_every_configured_rate_is_measured():
     assert len(messages) == 1 + len(found.products) + swaps
 
 
-def test_rate_is_the_median_without_the_first_call(monkeypatch: pytest.MonkeyPatch):
+def test_rate_is_the_median_without_the_first_call_of_a_written_buffer(monkeypatch):
     """Times 100 (not counted), 1, 2, 9: the median is 2 s for 16 B."""
     times = iter([100.0, 1.0, 2.0, 9.0])
     monkeypatch.setattr(ceilings, "seconds", lambda _call: next(times))
     config = replace(ceilings.QUICK_PROFILE, repeats=3)
     assert ceilings.median_rate(ceilings.MemoryProbe(16).read_rate, config) == 8.0
-
-
-def test_touched_buffer_is_written():
     assert ceilings.touched_buffer(4096).tolist() == [1] * 4096
 
 
@@ -111,13 +108,17 @@ def test_rates_are_fitted_to_scattered_pages():
     assert rates.back.call_s == pytest.approx(0, abs=1e-9)
 
 
-def test_every_chunk_of_a_prompt_is_measured(model):
+def test_every_chunk_is_measured_and_prompts_above_the_context_raise(model):
     times = list(ceilings.measure_chunks(model, chunks=(16, 40), prompt_tokens=100, repeats=2))
 
     once = [(16, before) for before in range(0, 96, 16)] + [(4, 96)]
     other = [(40, 0), (40, 40), (20, 80)]
     assert [(t.tokens, t.before) for t in times] == once * 2 + other * 2
     assert all(t.seconds > 0 for t in times)
+    with pytest.raises(ConfigError, match="1 to 1023 tokens, got 1024"):
+        list(ceilings.measure_chunks(model, chunks=(16,), prompt_tokens=1024, repeats=1))
+    with pytest.raises(ConfigError, match=r"expected prompts of at most 1022 tokens .* got 1023"):
+        list(measured.measure_swap(model, replace(QUICK_SWAP, lengths=(8, 1023))))
 
 
 def test_prefill_rates_match_hand_computation():
@@ -148,13 +149,6 @@ def test_prefill_rates_are_stored_by_model_shape(model):
     assert key.endswith("float32, cpu")
     assert found[key].token_s > 0
     assert len(said) == 2
-
-
-def test_prompts_above_the_context_raise(model):
-    with pytest.raises(ConfigError, match="1 to 1023 tokens, got 1024"):
-        list(ceilings.measure_chunks(model, chunks=(16,), prompt_tokens=1024, repeats=1))
-    with pytest.raises(ConfigError, match=r"expected prompts of at most 1022 tokens .* got 1023"):
-        list(measured.measure_swap(model, replace(QUICK_SWAP, lengths=(8, 1023))))
 
 
 def test_break_even_is_between_lengths_with_different_faster_methods(model):

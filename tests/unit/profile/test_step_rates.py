@@ -82,7 +82,7 @@ def test_without_eviction_block_rates_equal_prefill_rates(model):
     assert rates.decode.evict_row_s == rates.decode.evict_slot_s == 0
 
 
-def test_usual_shapes_fit_the_context_and_exceed_protected_tokens():
+def test_usual_shapes_fit_and_an_unknown_rule_has_none():
     shapes = step_rates.usual_shapes(
         "h2o:recent=100,cap=5", context_tokens=512, config=THOROUGH_PROFILE
     )
@@ -91,8 +91,5 @@ def test_usual_shapes_fit_the_context_and_exceed_protected_tokens():
     assert {shape.evict.partition(":")[0] for shape in shapes} == {"h2o"}
     caps = {int(shape.evict.split("cap=")[1].split(",")[0]) for shape in shapes}
     assert min(caps) > 100
-
-
-def test_unknown_rule_has_no_shapes():
     with pytest.raises(ConfigError):
         step_rates.usual_shapes("h3o", context_tokens=512, config=QUICK_PROFILE)

@@ -84,14 +84,11 @@ def test_random_tokens_decode_like_the_whole_sequence(token_ids, skip):
     assert "".join(pieces(TINY, token_ids, (), skip)) == decode(TINY, token_ids, skip)
 
 
-def test_many_invalid_bytes_decode_like_the_whole_sequence():
+def test_many_invalid_bytes_decode_like_the_whole_sequence_and_end():
     lead, *tail = ([token_id] for token_id in TINY("€")["input_ids"])
     tails = [token_id for one in tail for token_id in one]
     for ids in (lead * 300, tails * 300, (lead + tails) * 200 + lead, tail[0] * 70 + lead):
         assert "".join(pieces(TINY, ids)) == decode(TINY, ids)
-
-
-def test_character_after_many_invalid_bytes_is_decoded():
     euro, end = TINY("€")["input_ids"], TINY(" end")["input_ids"]
     for num_broken in range(MAX_HELD_TOKENS - 6, MAX_HELD_TOKENS + 2):
         text = "".join(pieces(TINY, euro[1:2] * num_broken + euro + end))
@@ -129,13 +126,10 @@ def test_sentencepiece_text_equals_the_whole_text_after_any_prompt(units, cut):
     assert "".join(pieces(SPACED, token_ids[cut:], token_ids[:cut])) == rest
 
 
-def test_first_word_after_a_prompt_keeps_its_space():
+def test_first_words_keep_their_space_and_special_tokens_need_a_request():
     hello, world = SPACED.convert_tokens_to_ids(["▁Hello", "▁world"])
     assert pieces(SPACED, [world], [hello]) == [" world", ""]
     assert pieces(SPACED, [world], [1]) == ["world", ""]
-
-
-def test_special_tokens_are_emitted_on_request_only_and_nothing_without_a_tokenizer():
     token_ids = [0, *TINY("hi")["input_ids"], 1]
     assert "".join(pieces(TINY, token_ids)) == "hi"
     assert "".join(pieces(TINY, token_ids, (), False)) == "<s>hi</s>"
@@ -228,11 +222,15 @@ def test_only_a_possible_stop_prefix_is_held_back(stops, pieces):
     assert whole[len(shown) :] == longest
 
 
-def test_stop_string_that_ends_first_is_used_and_without_any_text_is_emitted_at_once():
+def test_stop_string_that_ends_first_is_used_and_a_partial_one_not_emitted():
     assert StopChecker(["abcd", "bc"], include=False).push("xabcd") == ("xa", "bc")
     assert StopChecker(["c", "abc"], include=True).push("xabcd") == ("xabc", "abc")
     checker = StopChecker([], include=False)
     assert (checker.push("anything"), checker.flush()) == (("anything", None), "")
+    output = OutputText(SamplingParams(max_tokens=99, stop="\n\nQ:"), EOS, TINY, ())
+    shown = "".join(map(output.push, tokens("yes\n\nQ")))
+    assert shown == "yes"
+    assert shown + output.abort() == "yes\n\nQ"
 
 
 # ---- where an output ends ------------------------------------------------------------------------
@@ -265,12 +263,14 @@ ENDINGS = [  # options, last token, tokens of the output, its ending
 ]
 
 
-def test_token_ids_and_length_end_an_output():
+def test_token_ids_and_length_end_an_output_with_its_text():
     for options, token_id, num_output, ending in ENDINGS:
         found = ending_token(SamplingParams(**options), EOS, token_id, num_output)
         assert found == ending, (options, token_id)
     for token_ids, found in (([7] * 4, (Ending("length"), 3)), ([7, 1], (Ending("stop"), 2))):
         assert follow(token_ids, None, max_tokens=3, stop="never") == ("", *found)
+    for name, (options, token_ids, text, ending) in FOLLOWED.items():
+        assert follow(token_ids, **{"max_tokens": 99} | options)[:2] == (text, ending), name
 
 
 STOP = Ending("stop", "STOP")
@@ -312,18 +312,6 @@ FOLLOWED = {  # options, tokens, the text that is shown and the ending
         *(tokens("a€"), "a\N{REPLACEMENT CHARACTER}", Ending("length")),
     ),
 }
-
-
-def test_text_and_ending_of_an_output():
-    for name, (options, token_ids, text, ending) in FOLLOWED.items():
-        assert follow(token_ids, **{"max_tokens": 99} | options)[:2] == (text, ending), name
-
-
-def test_partial_stop_string_is_not_emitted():
-    output = OutputText(SamplingParams(max_tokens=99, stop="\n\nQ:"), EOS, TINY, ())
-    shown = "".join(map(output.push, tokens("yes\n\nQ")))
-    assert shown == "yes"
-    assert shown + output.abort() == "yes\n\nQ"
 
 
 @pytest.mark.parametrize("include", [False, True])

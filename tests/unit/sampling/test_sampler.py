@@ -144,12 +144,20 @@ def test_greedy_rows_need_only_an_argmax(sampler, monkeypatch):
     assert token.token_id == random_logits(1).argmax()
 
 
-def test_tied_logits_select_the_smallest_token_id(sampler):
+def test_ties_select_the_smallest_id_and_padding_is_never_sampled(sampler):
     logits = torch.zeros(2, VOCAB)
 
     tokens = sampler.sample(logits, [Row(SamplingParams()), Row(SamplingParams(min_tokens=1))])
 
     assert [token.token_id for token in tokens] == [0, 0]
+
+    padded = torch.cat([random_logits(1), torch.full((1, 8), 99.0)], dim=1)
+    params = SamplingParams(repetition_penalty=1.2, logprobs=1)
+
+    (token,) = sampler.sample(padded, [Row(params, prompt_token_ids=[VOCAB + 3])])
+
+    assert token.token_id == random_logits(1).argmax()
+    assert token == sampler.sample(random_logits(1), [Row(params, prompt_token_ids=[])])[0]
 
 
 def test_draws_follow_the_distribution(sampler):
@@ -223,16 +231,6 @@ def test_repetition_penalty_includes_the_prompt_and_presence_penalty_does_not(sa
     penalties = (SamplingParams(repetition_penalty=2.0), SamplingParams(presence_penalty=2.0))
     tokens = sampler.sample(logits, [Row(each, output_token_ids=[6]) for each in penalties])
     assert [token.token_id for token in tokens] == [8, 5]
-
-
-def test_padded_vocabulary_is_neither_sampled_nor_counted(sampler):
-    padded = torch.cat([random_logits(1), torch.full((1, 8), 99.0)], dim=1)
-    params = SamplingParams(repetition_penalty=1.2, logprobs=1)
-
-    (token,) = sampler.sample(padded, [Row(params, prompt_token_ids=[VOCAB + 3])])
-
-    assert token.token_id == random_logits(1).argmax()
-    assert token == sampler.sample(random_logits(1), [Row(params, prompt_token_ids=[])])[0]
 
 
 UNDECODABLE = {"tail": (*range(112, VOCAB),), "holes": (9, 50, 51), "both": (9, 118, 119)}
@@ -360,12 +358,16 @@ def test_row_without_allowed_tokens_fails_alone(sampler, temperature):
     assert tokens[1].error is None
 
 
-def test_rows_are_those_of_the_logits(sampler):
+def test_rows_are_those_of_the_logits_and_non_finite_prompt_logits_refused(sampler):
     assert sampler.sample(torch.empty(0, VOCAB), []) == []
     with pytest.raises(InvariantError, match="2 rows"):
         sampler.sample(random_logits(1), [Row(SamplingParams())] * 2)
     with pytest.raises(InvariantError):
         sampler.sample(random_logits(1)[:, :-1], [Row(SamplingParams())])
+    logits = random_logits(2)
+    logits[1, 3] = float("nan")
+    with pytest.raises(RequestError, match="NaN"):
+        prompt_logprobs(logits, [1, 2], 0)
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
@@ -380,13 +382,6 @@ def test_prompt_logprobs_in_parts_equal_those_at_once(one_by_one, monkeypatch):
     assert [token.logprob for token in scored] == pytest.approx(expected)
     assert [token.rank for token in scored] == ranks.tolist()
     assert scored[7].top_logprobs[0][0] == logits[7].argmax()
-
-
-def test_prompt_logprobs_of_non_finite_logits_are_refused():
-    logits = random_logits(2)
-    logits[1, 3] = float("nan")
-    with pytest.raises(RequestError, match="NaN"):
-        prompt_logprobs(logits, [1, 2], 0)
 
 
 def test_one_by_one_sampling_equals_batched_sampling_and_batches_greedy_rows(sampler, monkeypatch):

@@ -120,7 +120,7 @@ def test_n_choices_equal_n_runs_with_consecutive_seeds(model):
     assert {choice.finish_reason for choice in together.choices} == {"length"}
 
 
-def test_prompt_is_prefilled_and_counted_once(llama):
+def test_prompt_is_prefilled_once_and_deltas_have_a_choice_index(llama):
     engine = engine_of(llama, enable_prefix_caching=False)
 
     usage = run_one(engine, drawn(n=4)).usage
@@ -128,9 +128,6 @@ def test_prompt_is_prefilled_and_counted_once(llama):
     assert engine.num_processed_tokens == len(PROMPT) + 4 * 9  # the last token is never processed
     assert engine.num_generated_tokens == 40
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), 40)
-
-
-def test_deltas_have_a_choice_index_and_the_last_is_marked(llama):
     deltas = [d for step in steps_of(engine_of(llama), drawn(n=2, max_tokens=3)) for d in step]
     assert {delta.request_id for delta in deltas} == {"r"}
     assert [delta.index for delta in deltas] == [0, 1] * 3
@@ -353,12 +350,19 @@ def test_choices_that_cannot_run_together_are_equal_and_count_concurrent_pages(l
         assert single_bytes + 2 * 2 * pages_of(engine)[1] <= peak_bytes <= 3 * single_bytes
 
 
-def test_request_that_never_fits_is_refused_completely(llama):
+def test_never_fitting_requests_and_beams_are_refused_completely(llama):
     engine = engine_of(llama, num_sequences=1.0, longest=30)
     with pytest.raises(NeverFits):
         engine.submit(GenerationRequest(PROMPT, drawn(n=3, max_tokens=100)))
     assert not engine.has_work
     assert len(run_one(engine, drawn(n=3, max_tokens=8)).choices) == 3
+
+    # 26 tokens take 7 pages in each of 2 layers, of which 5 are shared: w beams need 5 + 2 w
+    engine = engine_of(llama, num_sequences=2.0, longest=26)
+    most = (pages_of(engine)[0] // 2 - 5) // 2
+    with pytest.raises(NeverFits, match=f"in {most + 1} beams need .* use fewer beams"):
+        engine.submit(GenerationRequest(PROMPT, beams(beam_width=most + 1)))
+    assert len(run_one(engine, beams(beam_width=most)).choices) == 2
 
 
 def test_choices_differ_without_a_seed(llama):
@@ -465,12 +469,10 @@ def test_options_of_beams_and_defaults_of_the_model():
     assert resolved.repetition_penalty == 1.1
 
 
-def test_one_beam_equals_greedy_decoding(llama):
+def test_one_beam_is_greedy_and_logprobs_sum_to_scores(llama):
     greedy, one = (run_one(engine_of(llama), p) for p in (engines.greedy(6), beams(n=1)))
     assert one.token_ids == greedy.token_ids
 
-
-def test_logprobs_of_a_beam_sum_to_its_score(llama):
     output = run_one(engine_of(llama), beams(n=3, logprobs=2, length_penalty=0.5))
 
     for choice in output.choices:
@@ -543,12 +545,3 @@ def test_eviction_applies_to_every_beam(llama):
         scored = run_one(engine_of(llama, evict=policy), params, prompt=token_ids)
         expected = [token.logprob for token in scored.prompt_logprobs[len(PROMPT) :]]
         assert [token.logprob for token in choice.logprobs] == pytest.approx(expected, abs=1e-4)
-
-
-def test_more_beams_than_fit_memory_are_refused(llama):
-    """26 tokens take 7 pages in each of 2 layers, of which 5 are shared: w beams need 5 + 2 w."""
-    engine = engine_of(llama, num_sequences=2.0, longest=26)
-    most = (pages_of(engine)[0] // 2 - 5) // 2
-    with pytest.raises(NeverFits, match=f"in {most + 1} beams need .* use fewer beams"):
-        engine.submit(GenerationRequest(PROMPT, beams(beam_width=most + 1)))
-    assert len(run_one(engine, beams(beam_width=most)).choices) == 2

@@ -102,14 +102,11 @@ def test_invalid_option_is_refused_with_its_name(wanted, param, message):
     assert refused.value.param == f"structured_outputs{param}"
 
 
-def test_schema_may_be_an_object_or_text():
+def test_schema_may_be_text_and_beams_must_read_end_tokens():
     as_object = StructuredOutputs(json=PERSON)
     assert as_object == StructuredOutputs(json=json.dumps(PERSON))
     assert hash(as_object) == hash(StructuredOutputs(json=PERSON))
     assert SamplingParams(structured_outputs={"json": PERSON}).structured_outputs == as_object
-
-
-def test_beam_search_that_ignores_end_tokens_is_refused():
     beams = {"use_beam_search": True, "beam_width": 2, "ignore_eos": True}
     with pytest.raises(RequestError, match="ignore_eos") as refused:
         SamplingParams(structured_outputs={"regex": "a"}, **beams)
@@ -275,7 +272,7 @@ def allowed(mask):
     return {i for i in range(len(mask) * 8) if mask[i // 8] >> (i % 8) & 1}
 
 
-def test_matcher_is_a_function_of_the_output(compiler, llm):
+def test_matcher_is_a_function_of_the_output_and_forks_are_independent(compiler, llm):
     """A matcher that went elsewhere before, as one of a beam, has the masks of a new one."""
     compiled = compiler.compile(StructuredOutputs(regex="(ab|cd|ax)+"))
     moved = compiled.matcher()
@@ -285,8 +282,6 @@ def test_matcher_is_a_function_of_the_output(compiler, llm):
         assert allowed(moved.mask(output)) == allowed(fresh.mask(output)), text
         assert allowed(moved.mask(list(output))) == allowed(fresh.mask(output))
 
-
-def test_forks_do_not_affect_each_other(compiler, llm):
     one = compiler.compile(StructuredOutputs(choice=["abc", "xyz"])).matcher()
     start = allowed(one.mask([]))
     one.mask(token_ids(llm, "a"))
@@ -295,7 +290,7 @@ def test_forks_do_not_affect_each_other(compiler, llm):
     assert allowed(other.mask(token_ids(llm, "x"))) != allowed(one.mask(token_ids(llm, "a")))
 
 
-def test_end_token_is_allowed_only_where_the_grammar_may_end(compiler, llm):
+def test_end_tokens_need_the_end_of_a_grammar_and_other_tokens_are_errors(compiler, llm):
     eos = llm.model.generation.eos_token_ids[0]
     matcher = compiler.compile(StructuredOutputs(regex="ab+c?")).matcher()
 
@@ -304,9 +299,6 @@ def test_end_token_is_allowed_only_where_the_grammar_may_end(compiler, llm):
 
     assert may_end == {"": False, "a": False, "ab": True}
     assert must_end == {"a": False, "ab": False, "abc": True}
-
-
-def test_matcher_that_got_another_token_has_an_error(compiler, llm):
     matcher = compiler.compile(StructuredOutputs(regex="ab")).matcher()
     assert not matcher.mask(token_ids(llm, "x")).any()
     assert "cannot continue" in matcher.error
@@ -350,14 +342,12 @@ def test_output_ends_where_it_must_without_an_end_token(llm):
     assert not eos & set(output.token_ids)
 
 
-def test_complete_structure_at_the_length_limit_is_a_stop(llm):
+def test_structures_end_at_limits_end_tokens_and_stop_texts(llm):
     whole = generate(llm, {"regex": "(a|b){3}"}, ignore_eos=True)
     count = len(whole.token_ids)
     assert generate(llm, {"regex": "(a|b){3}"}, max_tokens=count).finish_reason == "stop"
     assert generate(llm, {"regex": "(a|b){9}c"}, max_tokens=2).finish_reason == "length"
 
-
-def test_end_token_and_stop_text_end_an_output_that_could_continue(llm):
     eos = llm.model.generation.eos_token_ids[0]
     output = generate(llm, {"regex": "[a-z ]*"}, logit_bias={eos: 100.0})
     stopped = generate(llm, COMPACT, stop="age")
@@ -543,16 +533,13 @@ def test_regex_that_cannot_be_kept_is_refused(compiler, regex, form):
         compiler.compile(StructuredOutputs(**wanted))
 
 
-def test_properties_of_unicode_are_read_as_in_other_dialects(compiler, llm):
+def test_expressions_are_read_as_in_other_dialects(compiler, llm):
     wanted = {"regex": r"[\p{Lu}\p{N}_]"}
 
     matched = [text for text in TEXTS if accepts(compiler, llm, wanted, text)]
 
     kinds = {text: unicodedata.category(text) for text in TEXTS if len(text) == 1}
     assert matched == [one for one in kinds if kinds[one] in ("Lu", "Nd", "Nl", "No", "Pc")]
-
-
-def test_expressions_of_a_grammar_are_read_as_in_python(compiler, llm):
     wanted = {"grammar": '# a " comment /[/\nstart: A "/" /[^[]/i // [[:x:]]\nA: /\\w/s\n'}
     texts = ("_/²", "a/]", "²/a", "a/[")
     assert [accepts(compiler, llm, wanted, text) for text in texts] == [True, True, False, False]
@@ -682,7 +669,7 @@ def test_chain_of_references_is_followed_without_recursion(compiler, llm):
     assert accepts(compiler, llm, {"json": schema}, "[[[]]]")
 
 
-def test_terminals_that_use_each_other_too_deeply_are_refused(compiler, llm):
+def test_too_deep_or_many_rules_of_a_grammar_are_refused(compiler, llm):
     def chain(depth):
         return "start: A0\n" + "".join(f'A{n}: (A{n + 1} "x")*\n' for n in range(depth))
 
@@ -691,9 +678,6 @@ def test_terminals_that_use_each_other_too_deeply_are_refused(compiler, llm):
         compiler.compile(StructuredOutputs(grammar=f'{chain(2000)}A2000: "a"'))
     rules = "".join(f"a{n}: A{n} a{n + 1}\nA{n}: /{n}/\n" for n in range(100))
     assert accepts(compiler, llm, {"grammar": f'start: a99\n{rules}a100: "b"'}, "99b")
-
-
-def test_too_many_intersections_of_a_grammar_are_refused(compiler):
     many = " & ".join(f"/(?s:.*){n}(?s:.*)/" for n in range(60))
     with pytest.raises(RequestError, match="operators `&`"):
         compiler.compile(StructuredOutputs(grammar=f"start: A\nA: {many}"))

@@ -88,10 +88,15 @@ def post(replicas, path="/v1/completions", body=None, *, keys=None, headers=(), 
     return start["status"], dict(start["headers"]), b"".join(part["body"] for part in parts)
 
 
-def test_a_response_passes_unchanged():
+def test_a_response_passes_unchanged_and_comments_are_no_output():
     whole = first(b'{"id": 1}', status=201, headers=(*JSON, (b"x-a", b"1")), is_last=True)
     status, headers, body = post(FakeReplicas([whole]))
     assert (status, headers[b"x-a"], body) == (201, b"1", b'{"id": 1}')
+    begun = [first(COMMENT), HttpPart(body=COMMENT, is_last=False), Lost]
+    replicas = FakeReplicas(begun, [first(b"data: a\n\n"), END])
+
+    status, _, body = post(replicas)
+    assert (status, body) == (200, COMMENT + COMMENT + b"data: a\n\n")
 
 
 def test_a_request_without_output_is_sent_to_another_replica():
@@ -103,14 +108,6 @@ def test_a_request_without_output_is_sent_to_another_replica():
     ids = {call.header(b"x-request-id") for call in replicas.calls}
     assert len(replicas.calls) == 3
     assert len(ids) == 1
-
-
-def test_comments_are_no_output():
-    begun = [first(COMMENT), HttpPart(body=COMMENT, is_last=False), Lost]
-    replicas = FakeReplicas(begun, [first(b"data: a\n\n"), END])
-
-    status, _, body = post(replicas)
-    assert (status, body) == (200, COMMENT + COMMENT + b"data: a\n\n")
 
 
 def test_a_refused_second_attempt_ends_a_stream_that_has_begun():

@@ -55,7 +55,7 @@ def test_token_ids_are_words(ids, more):
     assert (one.prompt_tokens, other.prompt_tokens) == (len(ids), len(ids) + len(more))
 
 
-def test_a_body_that_no_replica_takes_has_no_hints():
+def test_salts_and_bodies_that_no_replica_takes_share_no_blocks():
     deep = b'{"messages": ' + b"[" * 600 + b"]" * 600 + b"}"
 
     for body in (b"{", deep, {"prompt": "a", "user": "\ud800"}, {"prompt": [1.5, float("nan")]}):
@@ -63,6 +63,9 @@ def test_a_body_that_no_replica_takes_has_no_hints():
 
         assert (found.prompt_tokens, found.session) == (0, None)
     assert hints({"prompt": "x" * 64}, method="GET").prompt_tokens == 0
+    assert not set(block_hashes(range(8), BLOCK, salt="a")) & set(block_hashes(range(8), BLOCK))
+    with pytest.raises(ConfigError, match="block_tokens of 1 or more, got 0"):
+        block_hashes([1], 0)
 
 
 def test_a_longer_chat_shares_the_blocks_of_its_first_turns():
@@ -119,12 +122,6 @@ def test_equal_hashes_are_equal_prefixes(first, second):
     hashes = [block_hashes(each, BLOCK) for each in (first, second)]
     assert [len(each) for each in hashes] == [len(first) // BLOCK, len(second) // BLOCK]
     assert common(*hashes) == common(first, second) // BLOCK
-
-
-def test_salts_separate_tenants():
-    assert not set(block_hashes(range(8), BLOCK, salt="a")) & set(block_hashes(range(8), BLOCK))
-    with pytest.raises(ConfigError, match="block_tokens of 1 or more, got 0"):
-        block_hashes([1], 0)
 
 
 REPLICAS = ("a", "b", "c")

@@ -136,16 +136,13 @@ def slow_serve(monkeypatch):
     return install
 
 
-def test_a_start_waits_for_slow_proxies(slow_serve):
+def test_a_start_waits_for_slow_proxies_but_not_forever(slow_serve, monkeypatch):
     serve = slow_serve(3)
 
     launch.start_serve(RECIPE)
     launch.run_application(RECIPE)
 
     assert serve.calls == ["start", "start", "run", *["status"] * 4]
-
-
-def test_proxies_that_never_start_are_an_error(slow_serve, monkeypatch):
     slow_serve(None)
     monkeypatch.setattr(launch, "PROXY_WAIT_S", 0.01)
     with pytest.raises(EngineDead, match=r"HTTP proxy has not started .*: free cores"):

@@ -99,7 +99,7 @@ def test_round_robin_takes_turns_and_least_loaded_counts_requests_then_tokens_th
     assert router.choose(request(), [idle("a", active_kv_bytes=10), idle("b")]) == "b"
 
 
-def test_request_goes_to_its_longest_cached_prefix():
+def test_requests_go_to_cached_prefixes_and_kv_counts_by_its_share():
     router = kv_aware()
     router.note_sent(request((1, 2)), "a")
     router.note_sent(request((1, 2, 3)), "b")
@@ -108,6 +108,9 @@ def test_request_goes_to_its_longest_cached_prefix():
     replicas = [idle("a"), idle("b"), idle("c")]
     assert router.choose(request((1, 2, 3, 4), tokens=70), replicas) == "b"
     assert router.uncached_tokens(request((1, 2, 3, 4), tokens=70), "b") == 70 - 3 * BLOCK
+    replicas = [idle("a", active_kv_bytes=500), idle("b", queued_prompt_tokens=60)]
+    assert kv_aware(kv_weight=100).choose(request(), replicas) == "a"
+    assert kv_aware(kv_weight=140).choose(request(), replicas) == "b"
 
 
 @given(queued=st.integers(0, 200), weight=st.sampled_from([0.5, 1.0, 3.0]))
@@ -119,12 +122,6 @@ def test_cached_prefix_is_left_when_its_queue_costs_more(queued, weight):
     chosen = router.choose(request((1, 2, 3, 4)), replicas)
 
     assert chosen == ("a" if queued < weight * 4 * BLOCK else "b") or queued == weight * 4 * BLOCK
-
-
-def test_active_kv_counts_by_its_share_of_the_memory():
-    replicas = [idle("a", active_kv_bytes=500), idle("b", queued_prompt_tokens=60)]
-    assert kv_aware(kv_weight=100).choose(request(), replicas) == "a"
-    assert kv_aware(kv_weight=140).choose(request(), replicas) == "b"
 
 
 @given(extra=st.integers(0, 1000))

@@ -91,7 +91,7 @@ def test_orca_fills_a_free_row_at_once_and_splits_no_prompt():
         left = len(load.requests)
 
 
-def test_continuous_splits_the_prompt_that_orca_prefills_whole():
+def test_orca_prefills_whole_and_sync_decodes_no_request_while_the_queue_is_filled():
     plans = {}
     for batcher in ("continuous", "orca"):
         load = load_of(batcher, max_num_batched_tokens=24)
@@ -100,6 +100,11 @@ def test_continuous_splits_the_prompt_that_orca_prefills_whole():
 
     assert plans["continuous"][0] == 4
     assert plans["orca"][:2] == [None, 18]
+    load = load_of("baton_pd:prefill=sync")
+    submit(load, *JOBS * 2)
+    plans = steps(load)
+    assert all(len(tokens) == len(decoding) or not decoding for tokens, decoding in plans)
+    assert sum(not decoding for _, decoding in plans) < len(plans) / 2
 
 
 @pytest.mark.parametrize("batcher", ["baton_pd", "baton_pd_best_fit", "baton_pd:tokens=3"])
@@ -122,14 +127,6 @@ def test_no_row_is_idle_while_the_prefilled_queue_has_requests(batcher):
 
     assert set(decodes) == {ROWS}
     assert queued_steps > 10
-
-
-def test_sync_prefill_decodes_no_request_while_the_queue_is_filled():
-    load = load_of("baton_pd:prefill=sync")
-    submit(load, *JOBS * 2)
-    plans = steps(load)
-    assert all(len(tokens) == len(decoding) or not decoding for tokens, decoding in plans)
-    assert sum(not decoding for _, decoding in plans) < len(plans) / 2
 
 
 def test_tokens_and_queue_of_the_option_are_the_most():

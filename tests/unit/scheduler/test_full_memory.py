@@ -344,10 +344,17 @@ ADVICE = {
 }
 
 
-def test_advice_names_only_changes_that_admit_the_request():
+def test_advice_is_what_admits_the_request_or_its_beams():
     for name, (peaks, requested, first, second) in ADVICE.items():
         assert not peaks.fits_alone(requested), name
         assert possible_changes(peaks, requested, 1) == first + second, name
+
+    peaks = peaks_of(FULL, FULL, evicting=True)
+    spec = EvictionSpec(cap=16, every=4, when=PRESSURE)
+    assert possible_changes(peaks, need(20, 40, spec, may_offload=False), 2) == (
+        "use fewer beams, lower max_tokens, raise --kv-memory to 29KiB or set "
+        "when=prefill_and_decode in its eviction rule"
+    )
 
 
 def test_windows_need_shorter_chunks_but_no_cap():
@@ -358,15 +365,6 @@ def test_windows_need_shorter_chunks_but_no_cap():
     assert peaks.counts([need(100, 1)]).sum() <= 32
     assert not small.fits_alone(need(100, 1))
     assert possible_changes(small, need(100, 1), 1) == advice
-
-
-def test_advice_for_beams_is_fewer_beams_or_earlier_eviction():
-    peaks = peaks_of(FULL, FULL, evicting=True)
-    spec = EvictionSpec(cap=16, every=4, when=PRESSURE)
-    assert possible_changes(peaks, need(20, 40, spec, may_offload=False), 2) == (
-        "use fewer beams, lower max_tokens, raise --kv-memory to 29KiB or set "
-        "when=prefill_and_decode in its eviction rule"
-    )
 
 
 def test_peak_is_counted_with_the_largest_chunk_that_fits():

@@ -162,7 +162,7 @@ def test_pages_that_will_be_written_are_not_counted_as_shared():
     assert peaks.shared_counts(Need(30, 18), 0).tolist() == [0, 0, 0]
 
 
-def test_forks_share_whole_pages_until_they_evict_and_never_statistics():
+def test_forks_share_whole_pages_but_none_of_windows_or_statistics():
     peaks = peaks_of(None, statistics=(SUMS,))
     eviction = EvictionSpec(cap=20, every=4, statistics=(SUMS,))
 
@@ -170,6 +170,11 @@ def test_forks_share_whole_pages_until_they_evict_and_never_statistics():
 
     assert peaks.forked_counts(10, within).tolist() == [2 * (2 + 3 * 2), 2 * 3 * 4]
     assert peaks.forked_counts(10, over).tolist() == [2 * 3 * 5, 2 * 3 * 5]
+    # while decoding, a window of 10 occupies 13 slots in 4 whole pages per lane
+    peaks = peaks_of(WINDOW, chunk_tokens=64)
+    [group] = peaks.memory.layout.groups
+    assert peaks.forked_counts(48, [Need(52, 48)] * 4).tolist() == [4 * 4 * group.num_lanes]
+    assert peaks.forked_counts(8, [Need(12, 8)] * 4).tolist() == [(2 + 4) * group.num_lanes]
 
 
 def test_forks_share_nothing_if_the_prompt_may_give_a_lane_a_lower_cap():
@@ -182,14 +187,6 @@ def test_forks_share_nothing_if_the_prompt_may_give_a_lane_a_lower_cap():
     assert peaks.forked_counts(36, [Need(40, 36, unknown)] * 3).tolist() == [3 * 2 * 10]
     assert peaks.forked_counts(16, [Need(20, 16, unknown)] * 3).tolist() == [2 * (4 + 3)]
     assert peaks.shared_counts(Need(40, 36, unknown), 16).tolist() == [0]
-
-
-def test_forks_share_no_window_pages_for_any_chunk_length():
-    """While decoding, a window of 10 occupies 13 slots in 4 whole pages per lane."""
-    peaks = peaks_of(WINDOW, chunk_tokens=64)
-    [group] = peaks.memory.layout.groups
-    assert peaks.forked_counts(48, [Need(52, 48)] * 4).tolist() == [4 * 4 * group.num_lanes]
-    assert peaks.forked_counts(8, [Need(12, 8)] * 4).tolist() == [(2 + 4) * group.num_lanes]
 
 
 # ---- rows of a static batch ----------------------------------------------------------------------

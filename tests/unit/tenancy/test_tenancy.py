@@ -294,11 +294,19 @@ def accounts_of(text, **held):
     return accounts
 
 
-def test_guarantees_above_the_pool_size_and_duplicate_tenants_are_rejected():
+def test_invalid_tenants_and_accounts_are_refused():
     with pytest.raises(ConfigError, match=r"1,100 B \(a 600 B, b 500 B\).*1,000 B; lower"):
         accounts_of("a:guaranteed=600B;b:guaranteed=500B")
     with pytest.raises(ConfigError, match="is repeated"):
         TenantAccounts([TenantSpec(name="a"), TenantSpec(name="a")], POOL)
+    accounts = accounts_of("a")
+    accounts.add("a", 5)
+    with pytest.raises(InvariantError, match="frees 1 B more"):
+        accounts.add("a", -6)
+    assert accounts.held_bytes("a") == 5
+
+    with pytest.raises(ConfigError, match="burst >= 0"):
+        TenantSpec(name="a", burst_bytes=-5)
 
 
 @pytest.mark.parametrize("name", ["", "a\x00b", PUBLIC, "ü", "a" * 65])
@@ -342,18 +350,28 @@ def test_right_to_memory_decreases_with_held_bytes():
     assert "701 B, over its limit of 700 B" in accounts.may_take("a", 601).reason
 
 
-def test_share_of_an_absent_tenant_is_divided_among_the_others():
+def test_shares_of_absent_and_tenants_without_requests():
     accounts = accounts_of("a;b:weight=3", a=10)
     assert accounts.share_bytes("a") == POOL
     accounts.note({"a": 10}, waiting=["b"])
     assert (accounts.share_bytes("a"), accounts.share_bytes("b")) == (250, 750)
+    accounts = accounts_of("a;b", b=501)
+    assert accounts.over_share_bytes("b") == 0  # alone
+    assert accounts.reclaimable_for("a", 500) == [("b", 1)]
 
 
-def test_public_prefixes_reduce_the_shared_memory():
+def test_public_prefixes_and_flooding_tenants_reduce_what_is_theirs():
     accounts = accounts_of("a;b", a=100, b=100, public=200)
     assert accounts.share_bytes("a") == 400
     assert accounts.tenants == ["a", "b"]
     assert accounts.reclaimable_for("a", 50) == []
+
+    accounts = TenantAccounts((), POOL)
+    accounts.note({"flood": 1000}, waiting=["flood", "small"])
+    assert accounts.may_take("small", 500).right is Right.SHARE
+    assert accounts.reclaimable_for("small", 120) == [("flood", 120)]
+    assert accounts.reclaimable_for("small", 501) == []  # more than its own share
+    assert accounts.over_share_bytes("flood") == 500
 
 
 def test_tenant_furthest_over_quota_is_reclaimed_first():
@@ -366,29 +384,6 @@ def test_tenant_furthest_over_quota_is_reclaimed_first():
 
     accounts.note({"b": 350, "c": 100, "d": 550})
     assert accounts.reclaimable_for("a", 300) == [("b", 250), ("d", 50)]
-
-
-def test_bytes_above_the_share_of_a_flooding_tenant_are_reclaimable():
-    accounts = TenantAccounts((), POOL)
-    accounts.note({"flood": 1000}, waiting=["flood", "small"])
-    assert accounts.may_take("small", 500).right is Right.SHARE
-    assert accounts.reclaimable_for("small", 120) == [("flood", 120)]
-    assert accounts.reclaimable_for("small", 501) == []  # more than its own share
-    assert accounts.over_share_bytes("flood") == 500
-
-
-def test_tenant_without_requests_counts_as_active_when_it_reclaims():
-    accounts = accounts_of("a;b", b=501)
-    assert accounts.over_share_bytes("b") == 0  # alone
-    assert accounts.reclaimable_for("a", 500) == [("b", 1)]
-
-
-def test_account_below_zero_raises():
-    accounts = accounts_of("a")
-    accounts.add("a", 5)
-    with pytest.raises(InvariantError, match="frees 1 B more"):
-        accounts.add("a", -6)
-    assert accounts.held_bytes("a") == 5
 
 
 weights = st.sampled_from([0.5, 1.0, 2.0, 7.0])
@@ -484,11 +479,6 @@ def test_invalid_tenants_text_is_rejected(texts, message):
             parse_tenants(text)
 
 
-def test_negative_burst_is_rejected():
-    with pytest.raises(ConfigError, match="burst >= 0"):
-        TenantSpec(name="a", burst_bytes=-5)
-
-
 # ---- bytes of pages by tenant --------------------------------------------------------------------
 
 
@@ -504,7 +494,7 @@ def rows_with_a_prefix(memory):
     return reference, rows
 
 
-def test_public_prefix_is_charged_to_no_tenant():
+def test_prefixes_are_charged_to_their_tenant_if_they_are_not_public():
     memory = one_group(max_rows=8)
     reference, rows = rows_with_a_prefix(memory)
     pages = memory.cached_references[reference.key]
@@ -513,6 +503,13 @@ def test_public_prefix_is_charged_to_no_tenant():
     assert public == {"public": 2 * PAGE_BYTES, "a": PAGE_BYTES, "b": PAGE_BYTES}
     private = bytes_by_tenant(memory, {"a": rows[:1]}, {"a": [pages]})
     assert private == {"public": 0, "a": 3 * PAGE_BYTES}
+
+    memory = one_group()
+    row = started(memory, 8)
+    reference = reference_pages(memory, row, 0, 8)
+    memory.release([row])
+    held = bytes_by_tenant(memory, {}, {"a": [memory.cached_references[reference.key]]})
+    assert held == {"public": 0, "a": 2 * PAGE_BYTES}
 
 
 def test_first_pages_of_a_row_can_be_public():
@@ -527,15 +524,6 @@ def test_first_pages_of_a_row_can_be_public():
     assert held["public"] == first
     assert held["a"] == second + 2 * PAGE_BYTES + 4 * PAGE_BYTES
     assert held["b"] == 2 * PAGE_BYTES  # the prefix's second page is charged to a
-
-
-def test_idle_prefix_is_charged_to_its_tenant():
-    memory = one_group()
-    row = started(memory, 8)
-    reference = reference_pages(memory, row, 0, 8)
-    memory.release([row])
-    held = bytes_by_tenant(memory, {}, {"a": [memory.cached_references[reference.key]]})
-    assert held == {"public": 0, "a": 2 * PAGE_BYTES}
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 20), st.booleans()), max_size=6))

@@ -162,7 +162,7 @@ def test_perplexity_windows_are_continuous_text():
         assert all(rough_measure(text) >= 5 for _, text in windows)
 
 
-def test_perplexity_of_a_file_reads_it(tmp_path):
+def test_perplexity_is_that_of_a_file_and_lower_is_better(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("one two three four five six " * 200, encoding="utf-8")
 
@@ -173,12 +173,27 @@ def test_perplexity_of_a_file_reads_it(tmp_path):
     with pytest.raises(ConfigError, match="cannot read"):
         task_of("perplexity").samples(options(data=tmp_path / "none.txt"))
 
+    means = cell([1.0, 3.0], "nll").means()
+    assert list(means) == ["perplexity", "nll"]
+    assert means["perplexity"].mean == pytest.approx(7.389056)
+    assert means["perplexity"].low < means["perplexity"].mean < means["perplexity"].high
+    found = compare(task_of("perplexity"), cell([2.0] * 9, "nll"), cell([1.0] * 9, "nll"), GOOD)
 
-def test_suites_name_known_tasks_and_fractions_are_counted():
+    assert (found.verdict, found.difference.mean) == ("better", -1.0)
+
+
+def test_suites_name_known_tasks_and_full_kv_has_no_rule_and_no_codec():
     for name, suite in SUITES.items():
         assert all(name in suites_with(task) for task in suite.tasks)
     assert suite_of("quick").count == 10
     assert fraction_found("123, 456 and ABC", ["123", "789", "abc", "0"]) == 0.5
+
+    kv = KVConfig(memory="1MiB", evict="recent:cap=64", codec="int8", record_evictions=True)
+    assert not is_full(kv)
+    assert is_full(full_kv(kv))
+    assert (kv_name(kv), kv_name(full_kv(kv))) == ("int8 recent:cap=64", "full")
+    assert full_kv(kv).memory == kv.memory
+    assert is_full(KVConfig(memory="2MiB"))
 
 
 @pytest.mark.parametrize(
@@ -292,16 +307,6 @@ def test_a_verdict_needs_six_prompts(count, verdict):
     assert full.means()["accuracy"].low < 1 == full.means()["accuracy"].high
 
 
-def test_lower_perplexity_is_better_and_the_exponential_of_the_mean():
-    means = cell([1.0, 3.0], "nll").means()
-    assert list(means) == ["perplexity", "nll"]
-    assert means["perplexity"].mean == pytest.approx(7.389056)
-    assert means["perplexity"].low < means["perplexity"].mean < means["perplexity"].high
-    found = compare(task_of("perplexity"), cell([2.0] * 9, "nll"), cell([1.0] * 9, "nll"), GOOD)
-
-    assert (found.verdict, found.difference.mean) == ("better", -1.0)
-
-
 @pytest.mark.parametrize("check", [SKIPPED, Sanity(status=FAILED, reason="lines at 256")])
 def test_without_passed_sanity_check_there_is_no_verdict(check):
     found = compare(task_of("lines"), cell([1.0] * 10), cell([0.0] * 10), check)
@@ -359,15 +364,6 @@ def test_stored_cell_is_read_again_for_equal_options_only(tmp_path):
         assert stored.cell("a", "x") is None
     CellFolder(None).write("a", "x", {})
     assert CellFolder(None).read("a", "x") is None
-
-
-def test_full_kv_has_no_rule_and_no_codec():
-    kv = KVConfig(memory="1MiB", evict="recent:cap=64", codec="int8", record_evictions=True)
-    assert not is_full(kv)
-    assert is_full(full_kv(kv))
-    assert (kv_name(kv), kv_name(full_kv(kv))) == ("int8 recent:cap=64", "full")
-    assert full_kv(kv).memory == kv.memory
-    assert is_full(KVConfig(memory="2MiB"))
 
 
 def test_sanity_check_evicts_to_a_quarter_and_states_failures():

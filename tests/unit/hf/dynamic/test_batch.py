@@ -480,13 +480,11 @@ VISIBLE = {
 }  # fmt: skip
 
 
-def test_a_query_attends_to_its_row():
+def test_a_query_attends_to_its_row_with_one_mask_per_layer_type():
     for case, (positions, columns, window, expected) in VISIBLE.items():
         found = visible(torch.tensor(positions), columns, window)
         assert found[:, 0].int().tolist() == expected, case
 
-
-def test_model_with_mixed_layers_gets_one_mask_per_layer_type():
     positions = torch.tensor([[0, 1, 2, 3]])
     masks, mistral_mask = (
         MaskRule.of(zoo.build(name).config).make(positions, 1, implementation=impl, dtype=FLOAT)

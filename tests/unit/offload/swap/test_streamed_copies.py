@@ -39,7 +39,7 @@ def row_bytes(memory, row):
     return memory.store.read_pages(table.group.page_class, table.row_pages(row)).tobytes()
 
 
-def test_swap_out_returns_before_its_copy_has_run():
+def test_swap_out_and_allocation_of_other_pages_do_not_wait():
     memory, pool, worker = opened()
     row = started(memory, 10)
 
@@ -49,8 +49,6 @@ def test_swap_out_returns_before_its_copy_has_run():
     assert memory.used_bytes == 0
     memory.check()
 
-
-def test_other_pages_are_allocated_without_a_wait():
     memory, pool, worker = opened(total_bytes=64 * 1024)
     rows = [started(memory, 400), started(memory, 12)]  # the pages of a slab are allocated in order
     swap_out(memory, [rows[1]], pool)

@@ -317,7 +317,7 @@ def test_accumulated_score_is_the_score_before_division(base, keep_counts):
     assert base.accumulated(view, base.score(view)).tolist() == [keep_counts]
 
 
-def test_accumulated_score_of_other_statistics_is_undivided():
+def test_accumulated_score_and_min_cap():
     numbers = torch.tensor([[6.0, 4.0, 1.0]])
     low = LowAttentionCount()
     view = KVView(torch.arange(3)[None], 3, statistics={low.name: numbers})
@@ -325,6 +325,11 @@ def test_accumulated_score_of_other_statistics_is_undivided():
     assert Scissorhands(share=True).accumulated(view, numbers).tolist() == [[-6.0, -4.0, -1.0]]
     sums = KVView(torch.arange(3)[None], 3, statistics={AttentionSum().name: numbers})
     assert RoCo().accumulated(sums, numbers / 2).tolist() == numbers.tolist()
+    # h2o retains half as newest: of 7 retained 4 are selected, a quarter of them is 1
+    policy = KVCrush()
+    assert policy.min_cap == 7
+    assert policy.min_retained(4) == 31 + 8  # four pieces of four to select, 15 newest, two edges
+    assert KVCrush(base=Recent2(), share=0.25).min_cap == 4
 
 
 OPENVINO_OF_2 = (
@@ -361,14 +366,6 @@ OPENVINO_OF_2 = (
 def test_invalid_kvcrush_options_are_refused_with_a_suggestion(text, error, message):
     with pytest.raises(error, match=message):
         make_eviction(text)
-
-
-def test_min_cap_has_one_representative():
-    """h2o retains half as newest: of 7 retained 4 are selected, a quarter of them is 1."""
-    policy = KVCrush()
-    assert policy.min_cap == 7
-    assert policy.min_retained(4) == 31 + 8  # four pieces of four to select, 15 newest, two edges
-    assert KVCrush(base=Recent2(), share=0.25).min_cap == 4
 
 
 class Recent2(Recent):
