@@ -82,10 +82,11 @@ class SampleRunner:
         if not self._shares_prefill:
             results = self._results(task, samples)
         else:
-            alone = self._results(
-                task, samples[:1], evict=self._kv.evict, cache_salt=self._kv.evict
-            )
-            found = self._results(task, samples, evict=self._kv.evict)
+            evict = self._kv.evict
+            # of the task too: windows of two tasks begin with the same text
+            salt = f"{task.name} {evict}"
+            alone = self._results(task, samples[:1], evict=evict, cache_salt=salt)
+            found = self._results(task, samples, evict=evict)
             known = [alone[0].kv_peak_bytes, *[None] * (len(samples) - 1)]
             results = tuple(
                 replace(one, kv_peak_bytes=kv_bytes)
