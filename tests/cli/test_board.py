@@ -8,10 +8,10 @@ import pytest
 from docs import board_page
 from quire.evals.board.result import BoardResult
 
-LINE = """board quire-tiny --kv-memory 8MiB --tasks repeats --codecs none
-    --rules sinks;kvcrush_openvino --budgets 50% --schedules prefill_end --num-prompts 3
-    --seeds 1 --tokens 200 --no-sanity-check --json --no-share-prefill"""
-SMALL = LINE.split()
+LINE = """board quire-tiny --kv-memory 8MiB --tasks repeats --num-prompts 3 --seeds 1 --tokens 200
+    --no-sanity-check --json --no-share-prefill"""
+GRID = "--rules sinks;kvcrush_openvino --budgets 50% --schedules prefill_end --codecs none"
+SMALL = [*LINE.split(), *GRID.split()]
 
 
 def last_line(run):
@@ -124,7 +124,8 @@ def test_the_best_entries_are_confirmed_with_more_prompts_and_other_lengths(quir
         "schedules = ['prefill_end']\ncodecs = ['none', 'int8']\n"
     )
     options = ("--grids", grids, "--share-prefill", "--confirm", "1", "--confirm-prompts", "4,3")
-    run = quire(*SMALL, *options, "--confirm-tokens", "200,240", "--out", tmp_path)
+    command = (*LINE.split(), *options, "--confirm-tokens", "200,240", "--out", tmp_path)
+    run = quire(*command)
 
     assert run.exit_code == 0, run.stderr
     arms = last_line(run)["arms"]
@@ -137,8 +138,7 @@ def test_the_best_entries_are_confirmed_with_more_prompts_and_other_lengths(quir
     page = page_of(tmp_path)
     assert "## Confirmed" in page
     assert "with 4, 3 prompts of 200, 240 tokens" in page
-    again = quire(*SMALL, *options, "--confirm-tokens", "200,240", "--out", tmp_path)
-    assert last_line(again)["arms"] == arms
+    assert last_line(quire(*command))["arms"] == arms
 
 
 @pytest.mark.parametrize(
@@ -165,6 +165,8 @@ def test_a_leaderboard_without_confirmed_entries_has_its_pages(quire, tmp_path, 
     [
         (("--confirm", "-1"), "--confirm"),
         (("--quick",), "no effect with --quick: --rules, --budgets, --schedules, --codecs"),
+        (("--grids", "no.toml"), "no effect with --grids: --rules, --budgets, --schedules, --cod"),
+        (("--confirm", "0", "--confirm-tokens", "9"), "without --confirm: --confirm-tokens; leave"),
         (("--confirm-tokens", ""), "expected --confirm-tokens of 1 or more, got ''"),
         (("--confirm-tokens", "200,99999"), "--confirm-tokens of at most 4096, the model's"),
         (("--confirm-prompts", "0"), "expected --confirm-prompts of at least 1, one for each task"),

@@ -123,9 +123,13 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
         schedules=split_texts(flags.schedules, ","),
         codecs=split_texts(flags.codecs, ","),
     )
-    grids = (grid,) if flags.grids is None else read_grids(flags.grids)
     if flags.quick:
         refuse_ignored(flags, "grids", *_GRID_OPTIONS, because="with --quick")
+    if flags.grids is not None:
+        refuse_ignored(flags, *_GRID_OPTIONS, because="with --grids")
+    if not flags.confirm:
+        refuse_ignored(flags, "confirm_prompts", "confirm_tokens", because="without --confirm")
+    grids = (grid,) if flags.grids is None else read_grids(flags.grids)
     config = BoardConfig(
         entries=entries_of(*(_QUICK if flags.quick else grids)),
         tasks=tuple(map(task_of, split_texts(flags.tasks, ","))),
