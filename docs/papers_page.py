@@ -4,7 +4,8 @@
     python -m docs.papers_page out/board        writes docs/papers.md and docs/results/papers.json
 
 A difference is that of two entries on the same prompts, over full KV's score, as the mean over the
-tasks that count. A verdict compares its 95 % interval (bootstrap over prompts) with the claim.
+tasks that count. A verdict compares its 95 % interval (bootstrap over prompts; exact if it is the
+same in all of them) with the claim.
 """
 
 import json
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from docs.board_page import DOCS, MODELS, read
 from quire.cli.report import write_files
 from quire.errors import ConfigError
-from quire.evals.intervals import RESAMPLES, Mean
+from quire.evals.intervals import DIFFERENCE, RESAMPLES, SHARE, Mean, bounded
 from quire.evals.suite.perplexity import NLL
 
 FULL = "--kv-codec none --evict full"
@@ -41,7 +42,7 @@ class Claim:
         text: the claim, with its place in the paper.
         entry: the entry.
         other: what it is compared with.
-        measure: LOSS: quality over that of `other`; GAIN: difference of both qualities; PERPLEXITY:
+        measure: LOSS: quality (`other` is full KV); GAIN: difference of both qualities; PERPLEXITY:
             increase of the perplexity of held-out text in percent.
         at_least, at_most: the bound; None: none on this side.
     """
@@ -172,7 +173,11 @@ Values = Mapping[str, NDArray[np.float64]]
 
 
 def scores_of(folder: Path, tokens: int, count: int) -> dict[str, dict[str, NDArray[np.float64]]]:
-    """Scores of each entry of the leaderboard's own prompts, not of those that confirm it."""
+    """Scores of each entry of the leaderboard's own prompts, not of those that confirm it.
+
+    Raises:
+        ConfigError: the folder has results of several runs.
+    """
     found: dict[str, dict[str, NDArray[np.float64]]] = {}
     for file in sorted((folder / "cells").glob("*.json")):
         cell = json.loads(file.read_text(encoding="utf-8"))["values"]
@@ -181,7 +186,12 @@ def scores_of(folder: Path, tokens: int, count: int) -> dict[str, dict[str, NDAr
         scores = [prompt["scores"] for prompt in cell["prompts"] if prompt["scores"]]
         numbers = np.array([next(iter(one.values())) for one in scores], dtype=np.float64)
         name = NLL if NLL in scores[0] else cell["task"]
-        found.setdefault(cell["arm"], {})[name] = numbers
+        if name in found.setdefault(cell["arm"], {}):
+            raise ConfigError(
+                f"two results of {cell['arm']} on {cell['task']} in {folder}: remove those of "
+                "other options, such as another version of the model"
+            )
+        found[cell["arm"]][name] = numbers
     return found
 
 
@@ -203,7 +213,9 @@ def measured(claim: Claim, scores: Mapping[str, Values], tasks: Sequence[str]) -
         total += gain / np.maximum(top[drawn].mean(axis=1), top.mean() / len(top))
         count += len(values)
     total /= len(tasks)
-    return _mean(total if claim.measure == GAIN else 1 + total, count)
+    if claim.measure == GAIN:
+        return bounded(_mean(total, count), DIFFERENCE)
+    return bounded(_mean(1 + total, count), SHARE)
 
 
 def _probable(task: str, values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -266,18 +278,29 @@ def main(folder: Path, docs: Path = DOCS) -> None:
     """Write the page and its numbers from the folder of a leaderboard."""
     run = read(folder, "board.json")
     config = run["config"]
-    scores = scores_of(folder, config["tokens"], config["num_prompts"])
+    count = config["num_prompts"] * len(config["seeds"])
+    scores = scores_of(folder, config["tokens"], count)
     tasks = [NLL if task == "perplexity" else task for task in run["arms"]["judged_tasks"]]
-    missing = sorted({name for c in CLAIMS for name in (c.entry, c.other)} - scores.keys())
+    names = sorted({name for c in CLAIMS for name in (c.entry, c.other)})
+    missing = [name for name in names if not {*tasks, NLL} <= scores.get(name, {}).keys()]
     if missing:
-        raise ConfigError(f"expected results of all entries, got none of {'; '.join(missing)}")
+        raise ConfigError(
+            f"expected results of all entries on all tasks, got none of {'; '.join(missing)}: run "
+            "bash runs/board.sh to its end"
+        )
     judged = [Judged(claim, measured(claim, scores, tasks)) for claim in CLAIMS]
     model = MODELS.get(config["model"], config["model"])
     about = (
-        f"{config['num_prompts']} prompts of {config['tokens']:,} tokens of each task, commit "
+        f"{count} prompts of {config['tokens']:,} tokens of each task, commit "
         f"{run['commit'][:7]}. `python -m docs.papers_page out/board` makes this page."
     )
-    numbers = [asdict(one.claim) | asdict(one.found) | {"verdict": one.verdict} for one in judged]
+    interval = ("mean", "low", "high", "count")
+    numbers = [
+        asdict(one.claim)
+        | {name: getattr(one.found, name) for name in interval}
+        | {"verdict": one.verdict}
+        for one in judged
+    ]
     files = {
         "papers.md": page(judged, model, about).encode(),
         "results/papers.json": (json.dumps(numbers, indent=1) + "\n").encode(),

@@ -22,6 +22,7 @@ from benchmarks.rebatch.parts import PARTS as REBATCH
 from benchmarks.roofline.measured import ENGINE, PARTS, SAMPLING
 from benchmarks.weights import PARTS as WEIGHTS
 from docs import papers_page
+from quire.errors import ConfigError
 from quire.evals.suite.perplexity import NLL
 from quire.scale.routing.policies import ROUTERS
 from quire.scheduler.batchers import DENSE_BATCHERS
@@ -210,3 +211,36 @@ def test_verdict_on_a_claim_compares_the_interval_of_the_paired_difference(loss,
 
     assert found.mean == pytest.approx(1 - loss)
     assert papers_page.Judged(claim, found).verdict == verdict
+
+
+def test_page_of_claims_is_of_the_prompts_of_all_seeds_of_one_run(docs: Path, tmp_path: Path):
+    """All entries have the same scores: no claim of a gain holds, however many prompts agree."""
+    cells = tmp_path / "cells"
+    cells.mkdir()
+
+    def write(name: str, arm: str, task: str, metric: str) -> None:
+        prompts = [{"scores": {metric: 0.5}}, {"scores": {}}, *[{"scores": {metric: 1.0}}] * 148]
+        values = {"arm": arm, "task": task, "tokens": 64, "prompts": prompts}
+        (cells / f"{name}.json").write_text(json.dumps({"values": values}))
+
+    arms = sorted({name for claim in papers_page.CLAIMS for name in (claim.entry, claim.other)})
+    for number, arm in enumerate(arms):
+        write(f"niah-{number}", arm, "niah", "accuracy")
+        write(f"perplexity-{number}", arm, "perplexity", NLL)
+    config = {"model": "smollm2", "tokens": 64, "num_prompts": 75, "seeds": [1, 2]}
+    run = {"config": config, "arms": {"judged_tasks": ["niah"]}, "commit": "abcdefgh"}
+    (tmp_path / "board.json").write_text(json.dumps(run))
+
+    papers_page.main(tmp_path, docs)
+
+    stored = (docs / "results" / "papers.json").read_text()
+    found = json.loads(stored, parse_constant=pytest.fail)  # no Infinity
+    verdicts = {(one["measure"], one["at_least"]): one["verdict"] for one in found}
+    assert verdicts["gain", 0.0] == "not decided"
+    assert verdicts["gain", -0.025] == verdicts["quality", 0.975] == "holds"
+    assert verdicts["quality", 0.99] == "not decided"
+    assert {one["count"] for one in found} == {149}
+    assert "150 prompts of 64 tokens of each task" in (docs / "papers.md").read_text()
+    write("niah-again", papers_page.FULL, "niah", "accuracy")
+    with pytest.raises(ConfigError, match=r"two results of .* on niah"):
+        papers_page.main(tmp_path, docs)
