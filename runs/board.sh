@@ -10,5 +10,6 @@ mkdir -p "$out"
 [ ! -f "$results" ] || tar -xJf "$results" -C "$out" --skip-old-files
 .venv/bin/python -m quire board smollm2 --kv-memory 3GiB --max-num-seqs 32 --grids runs/board.toml --confirm 6 \
     --confirm-tokens 1024,2048,4096 --confirm-prompts 500,120,60 --out "$out" --json "$@" || status=$?
-tar --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -cJf "$results" -C "$out" cells
+folders=$(cd "$out" && ls -d cells confirm-*/cells 2> /dev/null) || true
+[ -z "$folders" ] || tar --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -cJf "$results" -C "$out" $folders
 exit $status
