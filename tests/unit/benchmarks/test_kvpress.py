@@ -199,6 +199,8 @@ def test_rows_of_another_run_are_added_if_full_kv_is_the_same(full, pressed):
 
     assert joined.arms() == result.arms() == stored.arms()
     assert joined.joined(stored).arms() == joined.arms()  # not twice
+    earlier = replace(joined, refused={"kvpress/Gone": "why", "--kv-codec none": "why"})
+    assert earlier.joined(stored).refused == {"--kv-codec none": "why", **joined.refused}
     with pytest.raises(ConfigError, match="rows of another source, got one without"):
         plain.joined(plain)
     with pytest.raises(ConfigError, match="same prompts and the same full KV"):

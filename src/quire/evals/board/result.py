@@ -299,8 +299,13 @@ class BoardResult:
             )
         retained = [row for row in self.rows if row.entry.source == QUIRE]
         sources = tuple({f"{row.entry.source}/" for row in added})
-        about = {text: why for text, why in other.refused.items() if text.startswith(sources)}
-        return replace(self, rows=ranked([*retained, *added]), refused={**self.refused, **about})
+        refused = {
+            text: why
+            for run in (self, other)
+            for text, why in run.refused.items()
+            if text.startswith(sources) == (run is other)
+        }
+        return replace(self, rows=ranked([*retained, *added]), refused=refused)
 
     def _comparable(self) -> dict[str, object]:
         full = self.reference
