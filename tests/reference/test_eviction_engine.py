@@ -767,11 +767,11 @@ def test_auto_is_the_first_recommended_rule_that_the_engine_serves(monkeypatch, 
         return engine.pool.rules.default.text, tokens
 
     assert outputs(f"auto:{text}") == outputs(f"{chosen}:{text}")
-    engine = engine_of(memory="1MiB", evict="full", evict_allow="tova; keydiff")
     name = "tova" if "tova" in rules else "keydiff"
-    request = GenerationRequest([5] * 40, greedy(2), evict=f"auto:{text}")
-    engine.submit(request)
-    assert engine.requests()[0].spec.evict == f"{name}:{text}"
+    for allow, served in (("tova; keydiff", name), ("all", chosen)):
+        engine = engine_of(memory="1MiB", evict="full", evict_allow=allow)
+        engine.submit(GenerationRequest([5] * 40, greedy(2), evict=f"auto:{text}"))
+        assert engine.requests()[0].spec.evict == f"{served}:{text}"
 
 
 # ---- against Transformers ------------------------------------------------------------------------

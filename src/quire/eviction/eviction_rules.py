@@ -368,8 +368,10 @@ class EvictionRules:
         try:
             *better, text = candidates(text)
             for candidate in better:
-                with suppress(RequestError):
-                    return self.rule(candidate)
+                with suppress(ConfigError, RequestError):
+                    found = self.rule(candidate)
+                    self.resolve_default(self.model.max_positions, found)  # scores fit the model
+                    return found
             rule = make_eviction(text)
         except ConfigError as error:
             self._require_named(text.partition(":")[0])  # other options would not help
