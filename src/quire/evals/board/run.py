@@ -5,10 +5,11 @@ KV memory of the leaderboard, so its tokens/s are those of a fixed memory. Finis
 stored.
 
 With `shares_prefill`, the entries of a codec run in one engine with a prefix cache. Entries whose
-rules use the same statistics then compute a prompt once, up to its first eviction. Their quality is
-that of requests of their own; bytes are measured with the first prompt of a cell, which also runs
-without cached prefixes, and there are no tokens/s. The pages of this engine serve all its rules: a
-rule that needs no one-head pages has slightly fewer bytes in an engine of its own.
+rules use the same statistics, apart from those of the newest queries, then compute a prompt once,
+up to its first eviction or these queries. Their quality is that of requests of their own; bytes are
+measured with the first prompt of a cell, which also runs without cached prefixes, and there are no
+tokens/s. The pages of this engine serve all its rules: a rule that needs no one-head pages has
+slightly fewer bytes in an engine of its own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
