@@ -16,6 +16,7 @@ from quire.errors import ConfigError, RequestError, UnknownName, UnsoundCombinat
 from quire.hf import QuireCache
 from quire.hf.cache import retained_positions
 from quire.kv.memory import KVMemory
+from quire.policies import recommended
 from support import zoo
 from support.engines import answer, load, make_prompts, requests_of
 from support.kv_options import kv_config
@@ -285,6 +286,15 @@ def test_codecs_and_rules_that_a_model_cannot_have_are_refused():
             QuireCache(build("llama"), codec=codec)
     with pytest.raises(UnsoundCombination, match="learned positions"):
         QuireCache(build("gpt2"), "streaming", CAP)
+
+
+@pytest.mark.parametrize(
+    ("first", "chosen"), [("tova", "tova"), ("recent:budget=(duo:scores=smollm2)", "keydiff")]
+)
+def test_auto_is_the_first_recommended_rule_that_fits_the_model(monkeypatch, first, chosen):
+    monkeypatch.setattr(recommended, "RECOMMENDED", (first, "keydiff"))
+    with QuireCache(build("llama"), "auto", "50%") as cache:
+        assert f"'{chosen}:cap=50%'" in repr(cache)
 
 
 def test_streaming_generates_beyond_the_context_of_the_model():

@@ -20,11 +20,12 @@ from quire.eviction.eviction_rules import (
     EvictionRules,
     Provided,
     check_pre_rope,
+    first_served,
     unless_scored,
 )
 from quire.hf.cache_memory import MemoryOptions, make_layout
 from quire.hf.cache_rows import CachePlan, CacheRows, refuse_unread, rope_variant
-from quire.hf.evicting import make_rule
+from quire.hf.evicting import rule_text
 from quire.kv.lane_reader import LaneReader
 from quire.kv.paged_kv import PagedKV
 from quire.layout import limits
@@ -147,7 +148,7 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
     ) -> None:
         super().__init__()
         load_policy_file(parse_policy_file(policy_file))
-        self._rule = make_rule(policy, budget, when, every, compression_ratio)
+        text = rule_text(policy, budget, when, every, compression_ratio)
         self._decoder = wrap_model(model, verify=verify)
         self._closing = weakref.finalize(self, self._decoder.leave)
         self._closing.atexit = False
@@ -168,17 +169,22 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
                 folder=folder,
                 argument=str(folder or "MODEL"),
             )
-            rules = EvictionRules(
-                self._rule.text,
-                NONE,
-                model=spec,
-                page_tokens=page_tokens,
-                codec=stored.codec,
-                provided=Provided(
-                    unless_scored(self._decoder.prepare, limits.SCORED_IN_TRANSFORMERS),
-                    projection=self._decoder.output_projections,
+            provided = Provided(
+                unless_scored(self._decoder.prepare, limits.SCORED_IN_TRANSFORMERS),
+                projection=self._decoder.output_projections,
+            )
+            rules = first_served(
+                text,
+                lambda evict: EvictionRules(
+                    evict,
+                    NONE,
+                    model=spec,
+                    page_tokens=page_tokens,
+                    codec=stored.codec,
+                    provided=provided,
                 ),
             )
+            self._rule = rules.default
             check_pre_rope(rules, self._decoder.prepare_pre_rope)
             layout = make_layout(spec, stored.codec, rules, page_tokens)
             variant = rope_variant(self._decoder, rules, self._rule, options, max_tokens)

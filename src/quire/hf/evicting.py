@@ -17,7 +17,7 @@ from quire.hf.cache_memory import SCRATCH_BYTES
 from quire.kv.paged_kv import PagedKV
 from quire.layout.eviction import PREFILL_END, PRESSURE, parse_policy
 from quire.models.base import Decoder, attention_math
-from quire.policies.eviction import EvictionRule, make_eviction
+from quire.policies.eviction import make_eviction
 from quire.policies.registry import FULL
 from quire.scheduler.lanes import (
     Slots,
@@ -100,14 +100,14 @@ class Evicting:
 # The arguments of a cache, converted to the policy text that the engine parses.
 
 
-def make_rule(
+def rule_text(
     policy: object,
     budget: int | str | None,
     when: str | None,
     every: int | None,
     compression_ratio: float | None = None,
-) -> EvictionRule:
-    """Build the eviction rule from its arguments and check it."""
+) -> str:
+    """Build the text of the eviction rule from its arguments and check it."""
     if not isinstance(policy, str):
         raise ConfigError(f"expected policy to be a text such as 'h2o:recent=64', got {policy!r}")
     if compression_ratio is not None:
@@ -120,13 +120,13 @@ def make_rule(
             raise ConfigError(
                 f"'full' evicts no tokens: {', '.join(unused)} has no effect; remove it"
             )
-        return make_eviction(FULL)
+        return FULL
     parts = {"cap": budget, "when": when, "every": every}
     options = [f"{name}={value}" for name, value in parts.items() if value is not None]
-    if not options:
-        return make_eviction(policy)
     separator = "," if ":" in policy else ":"
-    return make_eviction(policy + separator + ",".join(options))
+    text = policy + (separator + ",".join(options) if options else "")
+    make_eviction(text)
+    return text
 
 
 def _checked_ratio(ratio: object, policy: str, budget: object) -> float:
@@ -144,16 +144,16 @@ def _checked_ratio(ratio: object, policy: str, budget: object) -> float:
     return ratio
 
 
-def _of_ratio(policy: str, ratio: float, when: str | None, every: int | None) -> EvictionRule:
+def _of_ratio(policy: str, ratio: float, when: str | None, every: int | None) -> str:
     if policy.strip() == FULL:
         if ratio:
             raise ConfigError(
                 f"'full' evicts no tokens, got compression_ratio={ratio}; use an eviction policy "
                 "such as 'snapkv'"
             )
-        return make_rule(policy, None, when, every)
+        return rule_text(policy, None, when, every)
     if not ratio:
-        make_rule(policy, "100%", when, every)  # raises the errors that any other ratio would raise
-        return make_eviction(FULL)
+        rule_text(policy, "100%", when, every)  # raises the errors that any other ratio would raise
+        return FULL
     retained = f"{100 * (1 - ratio):.9f}".rstrip("0").rstrip(".")
-    return make_rule(policy, f"{retained}%", when, every)
+    return rule_text(policy, f"{retained}%", when, every)

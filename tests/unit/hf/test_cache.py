@@ -26,11 +26,12 @@ from quire.errors import (
 )
 from quire.hf import DynamicBatch, QuireCache
 from quire.hf.cache_rows import check_positions, count_new_tokens, wanted_columns
-from quire.hf.evicting import make_rule
+from quire.hf.evicting import rule_text
 from quire.layout.eviction import SCHEDULES
 from quire.models.adapter import TransformersDecoder
 from quire.models.verify import ReferenceBatch
 from quire.models.wrapped import _refuse, cache_argument, output_with_cache
+from quire.policies.eviction import make_eviction
 from support import zoo
 
 IDS = torch.tensor([[3, 5, 7, 9] * 10])
@@ -463,7 +464,7 @@ def test_logits_to_keep_has_the_meaning_of_transformers(keep, columns) -> None:
     ],
 )
 def test_budget_and_schedule_become_policy_options(given, text) -> None:
-    assert make_rule(*given).text == text
+    assert rule_text(*given) == text
 
 
 @pytest.mark.parametrize(
@@ -477,12 +478,12 @@ def test_budget_and_schedule_become_policy_options(given, text) -> None:
     ],
 )
 def test_compression_ratio_is_the_evicted_fraction_of_the_prompt(policy, ratio, text) -> None:
-    assert make_rule(policy, None, None, None, ratio).text == text
+    assert rule_text(policy, None, None, None, ratio) == text
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.3, 0.7, 0.9])
 def test_compression_ratio_keeps_exact_token_counts(ratio) -> None:
-    cap = make_rule("recent", None, None, None, ratio).cap
+    cap = make_eviction(rule_text("recent", None, None, None, ratio)).cap
     sizes = {"page_tokens": 16, "page_bytes": 1, "fixed_bytes": 0}
     assert cap.resolve(300, **sizes) == round(300 * (1 - ratio))
 
@@ -512,4 +513,4 @@ def test_compression_ratio_keeps_exact_token_counts(ratio) -> None:
 )
 def test_invalid_options_are_refused_by_name(given, error, message) -> None:
     with pytest.raises(error, match=message):
-        make_rule(*given)
+        rule_text(*given)
