@@ -46,7 +46,8 @@ def page(result: BoardResult, model: str, *, has_chart: bool, section: Sequence[
 def _intro(result: BoardResult, model: str, *, has_chart: bool) -> Iterator[str]:
     reference = result.reference
     speed = "Tokens/s: prompt and output, all prompts at once in the KV memory. "
-    speed = speed if _has_speed(result) else "Entries shared the prefill of a prompt. "
+    shared = "Entries shared the prefill of a prompt; KV is that of one prompt of each task. "
+    speed = speed if _has_speed(result) else shared
     yield f"# Leaderboard of {model}"
     yield ""
     yield (

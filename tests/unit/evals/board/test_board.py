@@ -232,7 +232,7 @@ def test_bytes_with_a_shared_prefill_are_those_of_the_measured_prompts():
     assert rows[SINKS].tokens_per_s is None
     text = page(BoardResult.of(found), "m", has_chart=False)
     assert "tokens/s" not in text.lower()
-    assert "Entries shared the prefill of a prompt." in text
+    assert "shared the prefill of a prompt; KV is that of one prompt of each task." in text
 
 
 def test_quality_of_text_is_the_mean_probability_of_a_token_over_full_kvs():
