@@ -59,6 +59,7 @@ def test_block_with_quire_cache_runs(capsys: pytest.CaptureFixture[str]) -> None
     assert "bytes of KV" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_commands_and_client_of_the_server_run(capsys: pytest.CaptureFixture[str]) -> None:
     [serve] = [b.strip() for b in blocks("sh") if b.startswith("quire serve")]
     [curl] = [b.strip() for b in blocks("sh") if b.startswith("curl")]

@@ -48,6 +48,7 @@ def heading(page: str) -> str:
     return str(found)
 
 
+@pytest.mark.slow  # links of the documents are checked by tests/docs/test_docs.py too
 def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     loaded = re.compile(r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"')
     canonical = "https://quire"

@@ -255,6 +255,6 @@ class PrefixTierMachine(RuleBasedStateMachine):
 
 
 PrefixTierMachine.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None
+    max_examples=15, stateful_step_count=30, deadline=None
 )
 TestPrefixTier = PrefixTierMachine.TestCase
