@@ -63,7 +63,7 @@ def test_documents_are_whole_paragraphs_that_contain_the_answers(name):
         assert question.document != name or question.is_right(text)
 
 
-def test_live_view_shows_a_bar_for_each_request():
+def test_live_view_shows_requests_and_a_different_output_is_detected():
     sizes = [(f"r{i}", 1024 * i) for i in range(1, 6)]
     requests = tuple(RequestBytes(request_id=r, tokens=16, kv_bytes=b) for r, b in sizes)
 
@@ -74,8 +74,6 @@ def test_live_view_shows_a_bar_for_each_request():
     lines = [line.strip() for line in console.file.getvalue().splitlines()]
     assert lines == ["r1         16 tokens █", "r2         16 tokens ██", "and 3 more"]
 
-
-def test_different_output_is_detected():
     llm = LLM("quire-tiny", dtype="float32", kv=KVConfig(memory="2MiB"), verify=False)
     (correct,) = llm.generate("<|doc|>The king said")
     wrong_ids = (*correct.token_ids[:3], correct.token_ids[3] + 1, *correct.token_ids[4:])

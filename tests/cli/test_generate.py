@@ -145,14 +145,12 @@ def test_an_unusable_tier_is_a_warning_or_an_error(quire, expected, tmp_path, ca
     assert "start without --require-tiers" in refused.stderr
 
 
-def test_cap_above_the_prompt_evicts_nothing_and_reports_it(quire, expected):
+def test_json_is_all_of_standard_output_and_a_cap_above_the_prompt_evicts_nothing(quire, expected):
     capped = quire("generate", "--prompt", PROMPT, "--evict", "recent:cap=9000", *QUICK)
     assert capped.stdout == expected.text + "\n"
     assert "0 tokens evicted (no eviction was needed under 'recent:cap=9000')" in capped.stderr
     assert "evicted" not in quire("generate", "--prompt", PROMPT, *QUICK).stderr
 
-
-def test_json_is_all_of_standard_output(quire, expected):
     result = quire("generate", "-p", PROMPT, "--json", *QUICK)
     report = json.loads(result.stdout)
 
@@ -431,7 +429,7 @@ def test_model_as_an_option_is_refused_with_the_usage(quire, command, more, usag
     assert result.stderr.strip().endswith(f"as in {usage}")
 
 
-def test_kv_cache_dtype_is_a_synonym_of_kv_codec(quire):
+def test_kv_cache_dtype_and_max_model_len_are_read(quire):
     found = [
         quire("generate", "quire-tiny", PROMPT, *QUICK, flag, value, "--json")
         for flag, value in (("--kv-codec", "int8"), ("--kv-cache-dtype", "int8_per_token_head"))
@@ -441,8 +439,6 @@ def test_kv_cache_dtype_is_a_synonym_of_kv_codec(quire):
     peaks = [last_json(result)["usage"]["kv_peak_bytes"] for result in (*found, plain)]
     assert peaks[0] == peaks[1] < peaks[2]
 
-
-def test_max_model_len_limits_prompt_and_output(quire):
     short = quire("generate", "quire-tiny", "word " * 60, *QUICK, "--max-model-len", "32")
     result = quire("generate", "quire-tiny", PROMPT, *QUICK, "--max-model-len", "9", "--json")
     long = quire("generate", "quire-tiny", PROMPT, *QUICK, "--max-model-len", "99999")

@@ -55,7 +55,7 @@ def test_page_generated_from_stored_results_equals_the_committed_page(name: str,
         assert stored.read_bytes() == (DOCS / "results" / stored.name).read_bytes()
 
 
-def test_every_part_has_a_title_and_every_registered_name_a_row():
+def test_every_part_and_name_has_a_row_and_unknown_pages_are_refused(capsys):
     pages = {"cluster": CLUSTER, "kvcrush": KVCRUSH, "memory": MEMORY, "offload": OFFLOAD}
     pages |= {"quant": QUANT, "rebatch": REBATCH, "weights": WEIGHTS}
     pages["eviction"] = [*(f"batch-max-{n}" for n in BATCH_MAX), *(f"rules-{n}" for n in EVICTION)]
@@ -67,8 +67,6 @@ def test_every_part_has_a_title_and_every_registered_name_a_row():
         text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
         assert all(f"\n| `{name}` |" in text for name in names)
 
-
-def test_unknown_page_is_refused_with_the_known_pages(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         MAKER.main(["stack"])
     assert "choose from eviction, kvcrush, memory" in capsys.readouterr().err.replace("'", "")

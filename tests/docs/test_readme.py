@@ -25,11 +25,21 @@ def test_readme_shows_the_output_of_its_eight_lines(capsys: pytest.CaptureFixtur
     assert len([line for line in snippet.code.splitlines() if line]) == 8
 
 
-def test_readme_figures_of_the_demo_equal_the_stored_run() -> None:
+def test_readme_names_make_targets_and_the_figures_of_the_demo():
     claims = json.loads((ROOT / "docs/results/demo.json").read_text(encoding="utf-8"))["claims"]
     assert f"`quire demo` asks SmolLM2 {claims['questions']} questions" in README
     assert f"in {claims['full_kv_total_bytes'] / 2**20:g} MiB of KV memory" in README
     assert claims["exactness_equal"] == claims["exactness_checked"]
+
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    pages = ("scale", "guides/troubleshooting", "guides/evaluate", "guides/from-other-engines")
+
+    for target in ("demo", "test"):
+        assert f"make {target}" in README
+        assert f"\n{target}: setup\n" in makefile
+    for page in (*pages, "tiers", "glossary"):
+        assert re.search(rf"\(docs/{page}\.md[#)]", README), page
+    assert "`quire doctor`" in README
 
 
 def test_readme_chart_shows_the_stored_run() -> None:
@@ -89,15 +99,3 @@ def test_features_name_every_tested_architecture_and_only_refused_ones_as_refuse
     refused = row.split("`")[1::2]
     assert len(refused) >= 5
     assert set(refused) <= set(REFUSED)
-
-
-def test_readme_names_make_targets_and_the_guides_of_the_first_hour() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    pages = ("scale", "guides/troubleshooting", "guides/evaluate", "guides/from-other-engines")
-
-    for target in ("demo", "test"):
-        assert f"make {target}" in README
-        assert f"\n{target}: setup\n" in makefile
-    for page in (*pages, "tiers", "glossary"):
-        assert re.search(rf"\(docs/{page}\.md[#)]", README), page
-    assert "`quire doctor`" in README

@@ -119,16 +119,13 @@ def test_every_equal_type_is_planned(model_type, tmp_path):
     assert report.kv_bytes_per_token or report.state_bytes
 
 
-def test_results_have_all_types_reasons_of_refusals_and_controls():
+def test_results_have_all_types_with_the_sizes_of_tiny_configs():
     assert list(BY_TYPE) == list(TYPES)
     results = [one["result"] for one in KNOWN["types"]]
     assert {FAILED, NOT_TESTED}.isdisjoint(results)
     assert results.count(EQUAL) == KNOWN["totals"][EQUAL] >= MIN_EQUAL
     for one in KNOWN["types"]:
         assert one["control"] if one["result"] == EQUAL else len(one["why"]) > 40
-
-
-def test_sizes_of_a_tiny_config_are_those_of_all_types():
     config = config_of("gpt_oss")
     assert config.num_key_value_heads == SIZES["num_key_value_heads"]
     assert config.layer_types == ["sliding_attention", "full_attention"] * 2

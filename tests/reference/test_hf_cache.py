@@ -207,7 +207,7 @@ def test_under_pressure_no_token_is_evicted_while_pages_are_free():
         assert cache.kv_peak_bytes <= needed // 2
 
 
-def test_logits_of_a_prompt_are_returned_in_order():
+def test_logits_are_in_order_and_chunked_prefill_retains_at_most_the_cap():
     model, inputs = build("llama"), padded(PROMPTS)
     seen = inputs["attention_mask"].bool()
     with torch.no_grad():
@@ -219,8 +219,6 @@ def test_logits_of_a_prompt_are_returned_in_order():
     assert (got[seen] - expected[seen]).abs().max() <= 1e-4
     assert not got[~seen].any()
 
-
-def test_chunked_prefill_of_generate_retains_at_most_the_cap():
     model, inputs = build("llama"), padded([[3, 5, 7] * 20])
     for chunk in (None, 7):
         with QuireCache(model, "recent", CAP, every=EVERY) as cache:
@@ -271,16 +269,13 @@ def test_a_repeated_row_shares_its_prompt():
 REPEATED = [[3, 5, 7, 11, 13, 17] * 6]  # prompt lookup finds candidates
 
 
-def test_a_codec_divides_the_bytes():
+def test_a_codec_divides_the_bytes_and_what_a_model_cannot_have_is_refused():
     model, peaks = build("llama"), {}
     for codec in ("none", "int8"):
         with QuireCache(model, codec=codec, max_tokens=200) as cache:
             generate(model, padded(PROMPTS), past_key_values=cache)
             peaks[codec] = cache.kv_peak_bytes
     assert peaks["int8"] < 0.5 * peaks["none"]  # float32 model
-
-
-def test_codecs_and_rules_that_a_model_cannot_have_are_refused():
     for codec in ("int5", "kvquant4"):
         with pytest.raises((ConfigError, UnknownName)):
             QuireCache(build("llama"), codec=codec)

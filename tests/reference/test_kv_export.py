@@ -179,7 +179,7 @@ def test_damaged_files_are_refused(damage, exported):
         llm_of().import_kv(exported)
 
 
-def test_other_sizes_than_those_of_the_engine_are_refused(exported):
+def test_other_sizes_short_prompts_and_bad_paths_are_refused(exported, path):
     with safe_open(exported, framework="numpy") as file:
         metadata = json.loads(file.metadata()["quire"])
     tensors = load_file(exported)
@@ -190,8 +190,6 @@ def test_other_sizes_than_those_of_the_engine_are_refused(exported):
             llm_of().import_kv(exported)
         metadata["sums"][name] = zlib.crc32(tensors[name].tobytes())
 
-
-def test_a_prompt_shorter_than_a_block_and_a_bad_path_are_refused(path):
     llm, scored = llm_of(), SamplingParams(max_tokens=1, prompt_logprobs=1)
     short = "a whole block of 4 tokens before its last token, got 4"
     for error, says, *arguments in (

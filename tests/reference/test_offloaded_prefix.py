@@ -324,14 +324,11 @@ def test_a_request_with_an_offloaded_prefix_can_be_preempted(preempt):
     check_logits("qwen3", logits)
 
 
-def test_cancelled_requests_free_their_offloaded_pages():
+def test_requests_with_several_sequences_are_not_offloaded_and_cancelled_ones_freed():
     engine, logits, _ = run("qwen3", 0.7, cancel=[("b", 7), ("a", 9)])
     assert offloaded(engine)
     assert_all_free(engine)
     check_logits("qwen3", logits, only="cd")
-
-
-def test_requests_with_several_sequences_are_not_offloaded():
     engine = engine_of(rows=1.5)
     several = SamplingParams(max_tokens=8, n=2, temperature=1.0, seed=1)
     requests = requests_of({"long": PROMPTS["b"]}, 40)
@@ -487,7 +484,7 @@ def test_the_recomputed_fraction_follows_measured_rates(monkeypatch):
     check_logits("llama_mha", logits)
 
 
-def test_the_explanation_says_why_no_kv_is_recomputed():
+def test_models_with_few_full_layers_are_rejected_and_plans_without_recompute_explained():
     for name, options, says in (
         ("llama", {}, "activations are 1.0x the KV of this model: KV alone"),
         ("llama_mha", H2O, "each KV head retains tokens of its own"),
@@ -496,9 +493,6 @@ def test_the_explanation_says_why_no_kv_is_recomputed():
         ("llama", PART, "recomputed from activations, as requested"),
     ):
         assert says in engine_of(name, **options, page_tokens=16).pool.offload.why
-
-
-def test_a_model_without_enough_full_attention_layers_is_rejected():
     with pytest.raises(ConfigError, match="layers with full attention and pages of one size"):
         Engine(load("qwen3"), kv_config(memory="8MiB", offload_memory="1MiB"), ScheduleConfig())
 

@@ -138,7 +138,7 @@ def test_a_promoted_token_is_encoded_once_more_from_full_precision(preempt, monk
         assert seen.vectors > bodies + 2 * heads_of_lane * promoted
 
 
-def test_sinks_need_no_record():
+def test_sinks_need_no_record_and_records_are_counted_in_bytes():
     """The six first tokens in full precision; all six are in a window of 28."""
     sinks, first = 6, 30 - 28
     done = answer(codec=f"int2+sinks={sinks}+residual=28+promoted={RECORDS}:int8")
@@ -147,9 +147,7 @@ def test_sinks_need_no_record():
     assert any(records)
     assert all(min(lane, default=sinks) >= sinks for lane in records)
 
-
-def test_records_are_counted_in_the_bytes_of_a_request():
-    """For 2 layers x 2 lanes a page of 5 records: codes, scales, positions."""
+    # for 2 layers x 2 lanes a page of 5 records: codes, scales, positions
     plain = answer(codec=f"int2+residual={EVERY}")
     finer = answer()
     [group] = [g for g in finer.engine.pool.kv.memory.layout.groups if g.promoted is not None]

@@ -295,7 +295,7 @@ def test_only_streams_with_a_cap_below_the_context_may_exceed_it(when, prompt_to
     assert len(got["r0"]) == (30 if goes_on else 8)
 
 
-def test_what_cannot_have_keys_before_rope_or_positions_of_a_cache_is_refused():
+def test_an_output_is_as_long_as_the_context_and_what_cannot_stream_is_refused():
     """Decoding reads the whole prompt, the cap is over the context, or nothing leaves."""
     for evict in (f"{EVICT},when=decode", "streaming:cap=60,every=6", "full"):
         engine = engine_of(short_context("llama", 48), evict=evict)
@@ -305,8 +305,6 @@ def test_what_cannot_have_keys_before_rope_or_positions_of_a_cache_is_refused():
     with pytest.raises(RequestError, match=r"adds learned positions.*use .sinks."):
         engine.submit(GenerationRequest(list(range(2, 42)), greedy(4), evict=EVICT))
 
-
-def test_an_output_without_max_tokens_is_as_long_as_the_context():
     def llm(evict):
         kv = KVConfig(memory="1MiB", page_tokens=4, evict=evict)
         return LLM(short_context("llama", 48), kv=kv)
@@ -322,7 +320,7 @@ def test_an_output_without_max_tokens_is_as_long_as_the_context():
 # ---- what does not go together -------------------------------------------------------------------
 
 
-def test_rules_for_keys_before_and_after_rope_need_different_engines(llama):
+def test_requests_choose_sizes_or_full_but_not_keys_before_and_after_rope(llama):
     engine = engine_of(llama)
     with pytest.raises(RequestError, match=r"'recent' needs keys stored after RoPE.*'streaming'"):
         engine.submit(GenerationRequest([5] * 9, greedy(4), evict="recent:cap=24,every=6"))
@@ -332,8 +330,6 @@ def test_rules_for_keys_before_and_after_rope_need_different_engines(llama):
     with pytest.raises(UnsoundCombination, match=r"'streaming' needs keys .* 'h2o' after it"):
         engine_of(llama, kv={"evict_allow": "h2o"})
 
-
-def test_a_request_may_choose_other_sizes_or_full(llama):
     [prompt] = [list(range(2, 62))]
     wide = run(engine_of(llama), [prompt], evict="streaming:cap=48,every=8")
     own = run(engine_of(llama, evict="streaming:cap=48,every=8"), [prompt])

@@ -237,7 +237,7 @@ def test_usage_counts_the_prompt_once_and_beams_of_a_chat_are_choices(complete, 
 # ---- chats ---------------------------------------------------------------------------------------
 
 
-def test_chat_response_has_the_openai_format(chat, llm):
+def test_chat_has_the_openai_format_and_an_output_within_the_kv_memory(chat, llm):
     body, output = chat(), python_chat(llm)
 
     assert body["id"].startswith("chatcmpl-")
@@ -248,9 +248,7 @@ def test_chat_response_has_the_openai_format(chat, llm):
     assert body["usage"]["prompt_tokens"] == len(output.prompt_token_ids)
     assert body["usage"]["kv_peak_bytes"] == output.usage.kv_peak_bytes > 0
 
-
-def test_unlimited_output_is_limited_by_the_kv_memory(chat, llm):
-    """4 MiB hold fewer tokens than quire-tiny's context: the pool limits the output."""
+    # 4 MiB hold fewer tokens than quire-tiny's context: the pool limits the output
     body = chat(messages=[USER | {"content": "word " * 480}], max_tokens=None, ignore_eos=True)
     longest = llm.engine.scheduler.peaks.longest_request(llm.model.spec.max_positions, KEEP_ALL)
     assert body["usage"]["total_tokens"] == longest < llm.model.spec.max_positions

@@ -22,15 +22,13 @@ from support.kv_load import BLUE, RED, running, two_tenants
 KEYS = TenantKeys({"a": ("sk-a-2f0c77d1",)})
 
 
-def test_model_card_has_the_longest_length_that_fits(get, llm):
+def test_model_card_has_the_longest_length_and_the_served_name(get, llm, send):
     [card] = get("/v1/models").json()["data"]
     longest = llm.engine.scheduler.peaks.longest_request(llm.model.spec.max_positions, KEEP_ALL)
     assert (card["id"], card["root"], card["object"]) == ("quire-tiny", "quire-tiny", "model")
     # 4 MiB at 8,192 B per token, and an output token without KV
     assert card["max_model_len"] == longest == 513
 
-
-def test_model_can_be_served_under_another_name(send):
     paths = ("/v1/models", "/v1/models/org/mine", "/v1/models/quire-tiny")
     listed, named, other = send(
         *(("GET", path, {}) for path in paths), served_model_name="org/mine"

@@ -632,7 +632,7 @@ def test_server_returns_tokens_that_were_not_generated(send, options, status, le
         assert first.headers["x-ratelimit-limit-tokens"] == "100"
 
 
-def test_estimate_is_lowered_to_the_limit_and_charged_exactly_at_the_end():
+def test_estimates_are_lowered_to_the_limit_and_charged_at_the_end(send):
     limits = limits_of(Clock(), tokens_per_minute=60)
     limits.charge("a", requests=1, tokens=300, min_tokens=11).settle(90)
 
@@ -641,9 +641,6 @@ def test_estimate_is_lowered_to_the_limit_and_charged_exactly_at_the_end():
     assert refused.value.retry_after_s == pytest.approx(60)
     with pytest.raises(RequestError, match="needs 61 tokens"):
         limits.charge("a", requests=1, tokens=300, min_tokens=61)
-
-
-def test_chat_without_max_tokens_is_accepted_with_a_limit_below_the_context(send):
     chat = {"messages": [{"role": "user", "content": "Once"}], "temperature": 0}
     first, second = send(*[("POST", CHATS, {"json": chat})] * 2, tokens_per_minute=100)
     used = ok(first)["usage"]["total_tokens"]

@@ -791,7 +791,7 @@ def numbers_of(text):
     return [int(line[4:]) for line in text.split("\n") if line.startswith("id: ")]
 
 
-def test_slow_client_loses_the_oldest_events_and_is_told():
+def test_slow_client_loses_the_oldest_events_and_stored_ones_come_first():
     async def main():
         client = subscription(*range(1, MAX_QUEUED + 6))
         texts = [client.take()]
@@ -803,8 +803,6 @@ def test_slow_client_loses_the_oldest_events_and_is_told():
     assert texts[0].startswith('event: lost\ndata: {"events": 5}\n\n')
     assert numbers_of("".join(texts)) == list(range(6, MAX_QUEUED + 6))
 
-
-def test_stored_events_come_before_queued_ones_without_repetition():
     async def main():
         client = subscription(4, 5)
         client.start([event(2), event(3), event(4)], 4)

@@ -271,7 +271,7 @@ def open_requests(server):
     return sum(map(float, found))
 
 
-def test_shutdown_without_open_requests_does_not_count_them():
+def test_shutdown_counts_only_open_requests_and_tls_serves_https(certificate):
     with Server() as server:
         server.status("/version")  # from now on signals are handled
         server.send_signal(signal.SIGTERM)
@@ -281,8 +281,6 @@ def test_shutdown_without_open_requests_does_not_count_them():
     assert log.count("shutting down") == 1
     assert "open requests" not in log
 
-
-def test_tls_serves_https(certificate):
     files = {"ssl_certfile": f"{certificate}/cert.pem", "ssl_keyfile": f"{certificate}/key.pem"}
     with Server(**files, log_format="json") as server:
         context = ssl.create_default_context(cafile=f"{certificate}/cert.pem")
@@ -685,7 +683,7 @@ def test_slowly_sent_headers_are_closed_and_bodies_accepted(loop):
     assert response.startswith(b"HTTP/1.1 200")
 
 
-def test_timeout_restarts_for_each_request_of_a_connection(loop):
+def test_timeout_restarts_for_each_request_and_a_response_may_take_longer(loop, monkeypatch):
     with connected(loop) as client:
         for _ in range(3):
             client.sendall(WHOLE)
@@ -694,8 +692,6 @@ def test_timeout_restarts_for_each_request_of_a_connection(loop):
         client.sendall(HEADERS)
         assert is_closed_after_the_timeout(client, loop)
 
-
-def test_response_can_take_longer_than_the_header_timeout(loop, monkeypatch):
     def slow(tokenizer, text, **options):
         loop.skip(TIMEOUT_S * 2)
         return encode_prompt(tokenizer, text, **options)

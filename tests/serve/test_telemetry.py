@@ -109,7 +109,7 @@ def record_of(message, args=(), level=logging.INFO, info=None):
     return logging.LogRecord("quire.serve", level, "", 0, message, args, info)
 
 
-def test_json_lines_have_the_fields_and_the_traceback_of_the_record():
+def test_json_lines_have_the_fields_and_text_lines_time_level_and_logger():
     record = record_of("%s took %d s", ("a\u2028", 3))
     record.fields = {"status": 200}
     [text] = JsonFormatter().format(record).splitlines()
@@ -122,8 +122,6 @@ def test_json_lines_have_the_fields_and_the_traceback_of_the_record():
     line = json.loads(JsonFormatter().format(record_of("failed", info=(ValueError, error, None))))
     assert "ValueError: a fault" in line["traceback"]
 
-
-def test_text_lines_have_time_level_and_logger():
     text = TextFormatter().format(record_of("slow", level=logging.WARNING))
     time, level, logger, message = text.split()
     assert (level, logger, message) == ("WARNING", "quire.serve:", "slow")

@@ -193,7 +193,7 @@ def test_neutral_choices_are_none_and_forced_schemas_have_no_annotations():
     }
 
 
-def test_references_of_forced_schemas_stay_valid():
+def test_forced_schemas_keep_references_and_have_no_further_properties():
     parameters = {
         "type": "object",
         "properties": {"p": {"$ref": "#/$defs/point"}, "$ref": {"const": "#/x"}},
@@ -206,8 +206,6 @@ def test_references_of_forced_schemas_stay_valid():
     assert moved["$defs"]["point"]["items"] == {"$ref": "#/$defs/tool1/$defs/point"}
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
 
-
-def test_forced_arguments_have_no_further_properties():
     for parameters, expected in (
         ({"properties": {"a": {"type": "string"}}}, False),
         ({"properties": {}, "additionalProperties": True}, True),

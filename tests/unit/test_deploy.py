@@ -35,12 +35,10 @@ def test_queries_and_alerts_name_metrics_that_exist():
         assert rule["annotations"]["summary"]
 
 
-def test_a_panel_has_its_own_place():
+def test_panels_have_own_places_and_compose_folders_exist():
     places = [panel["gridPos"] for panel in json.loads(BOARD.read_text())["panels"]]
     assert len({(place["x"], place["y"]) for place in places}) == len(places)
 
-
-def test_compose_mounts_folders_that_exist():
     services = yaml.safe_load((DEPLOY.parent / "compose.yaml").read_text())["services"]
     assert {"quire", "prometheus", "grafana"} <= services.keys()
     for service in services.values():

@@ -293,14 +293,12 @@ def test_fragments_have_plain_names_and_the_newest_release_is_this_version():
 # ---- audit ---------------------------------------------------------------------------------------
 
 
-def test_audit_without_a_network_is_no_failure(tmp_path: Path) -> None:
+def test_audit_fails_for_a_known_vulnerability_only_also_without_a_network(tmp_path):
     text, code = audit.report(None)
     assert code == 0
     assert "not audited" in text
     assert audit.audited(tmp_path / "missing.txt") is None  # no result is told apart
 
-
-def test_audit_fails_for_a_known_vulnerability_only() -> None:
     unknown = {"name": "a", "skip_reason": "not found"}
     sound = {"name": "b", "version": "1", "vulns": []}
     vulnerable = {"name": "c", "version": "2", "vulns": [{"id": "PYSEC-1", "fix_versions": ["3"]}]}

@@ -182,7 +182,7 @@ def test_stated_figure_agrees_if_the_value_rounds_to_it(stated, agreeing, other)
     assert not figure.agrees(other)
 
 
-def test_a_figure_is_read_whole():
+def test_figures_are_read_whole_and_found_without_claim_and_exemption(checkout):
     [figure] = stated_figures("takes 10.36 s, then 0.36 s", "then {} s")
     assert (figure.text, figure.value) == ("0.36", 0.36)
     with pytest.raises(ConfigError, match="0 times"):
@@ -190,8 +190,6 @@ def test_a_figure_is_read_whole():
     with pytest.raises(ConfigError, match="0 times"):
         stated_figures("it takes 0.361", "it takes 0.3{}1 s")
 
-
-def test_scan_finds_figures_without_claim_and_exemption(checkout):
     registry = read_registry(checkout / "docs/claims.toml")
     assert list(uncovered(registry, checkout)) == []
 

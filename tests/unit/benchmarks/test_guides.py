@@ -69,15 +69,13 @@ def test_pages_alternate_or_come_in_chunks_and_pairs_share_half_of_them():
     assert (owner != FREE).sum() == shared + 4 * 10
 
 
-def test_a_step_transfers_each_offloaded_layer_once_for_any_number_of_batches():
+def test_steps_transfer_each_layer_once_and_single_batches_as_often_as_they_are():
     whole, shared = (layer_batches.step_bytes(SMALL_STEP, batches) for batches in (1, 2))
 
     plain_bytes = 4 * 4 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32)  # four layers in float32
     assert whole.transferred_bytes == shared.transferred_bytes
     assert plain_bytes <= whole.transferred_bytes < 1.01 * plain_bytes  # parameters are aligned
 
-
-def test_batches_one_after_the_other_transfer_as_often_as_there_are_batches():
     whole = [StepBytes(160, 58), StepBytes(162, 58), StepBytes(900, 58)]
 
     assert layer_batches.claims(LayerBatchesConfig(), whole, [StepBytes(57, 58)]) == {

@@ -106,7 +106,7 @@ def pressed(llm, full, tmp_path_factory):
     return *run_presses(llm, full, folder), folder
 
 
-def test_text_of_a_press_has_nested_presses_and_typed_values():
+def test_presses_are_read_as_nested_texts_and_caps_as_removed_fractions():
     text = "AdaKVPress:press=(SnapKVPress:window_size=16),alpha_safeguard=0.5,a=true,b=key"
 
     assert spec_of(text) == {
@@ -118,8 +118,6 @@ def test_text_of_a_press_has_nested_presses_and_typed_values():
         with pytest.raises(ConfigError, match=r"expected|parentheses"):
             chosen_presses(text, ("25%",))
 
-
-def test_cap_becomes_the_removed_fraction_and_kvpress_is_needed():
     assert removed_of("25%") == 0.75
     assert str(entry_of("KnormPress", "25%", "prefill_end")) == "kvpress/KnormPress 25% prefill_end"
     for budget in ("64", "0%", "2MiB", "101%", "x%"):

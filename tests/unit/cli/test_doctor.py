@@ -153,7 +153,7 @@ def output_of(*arguments: str) -> str:
     return result.stdout
 
 
-def test_every_registered_policy_is_listed_with_summary_and_source():
+def test_every_policy_and_budget_is_listed_with_summary_and_source():
     rows = {row.name: row for row in policy_rows()}
 
     assert rows.keys() == {"full", *registered()}
@@ -164,8 +164,6 @@ def test_every_registered_policy_is_listed_with_summary_and_source():
     assert rows["value_norm"].options == {"base": "(h2o)", "power": 1.0, "epsilon": 0.0}
     assert rows["h2o"].statistics == ("attention_sum.mean",)
 
-
-def test_every_registered_budget_is_listed_with_when_it_needs_statistics():
     rows = {row.name: row for row in budget_rows()}
 
     assert rows.keys() == registered_budgets().keys()

@@ -241,7 +241,7 @@ def test_flag_of_another_engine_is_refused_with_the_alternative(command: str, hi
     assert "did you mean" not in result.stderr
 
 
-def test_flags_of_other_engines_are_none_of_quire_and_their_alternatives_are() -> None:
+def test_flags_of_other_engines_are_none_of_quire_and_have_hints():
     known = {found.flag for found in options_of(SECTIONS)}
     known |= {"no-enable-prefix-caching", "no-cuda-graphs"}
     hints = " ".join(command.instead_of(flag) or "" for flag in command.FLAGS)
@@ -253,8 +253,6 @@ def test_flags_of_other_engines_are_none_of_quire_and_their_alternatives_are() -
     assert named <= known
     assert {name[2:] for one in params for name in one.opts}.isdisjoint(command.FLAGS)
 
-
-def test_every_flag_of_the_page_on_other_engines_exists_or_has_a_hint() -> None:
     page = Path(__file__).parents[3] / "docs/guides/from-other-engines.md"
     tables = page.read_text(encoding="utf-8").partition("## Request fields")[0]
     cells = [line.split("|")[1] for line in tables.splitlines() if line.startswith("| ")]

@@ -138,7 +138,7 @@ def test_output_that_cannot_be_written_is_refused_before_the_run(trace: Path, mo
     assert "--out needs matplotlib (not installed): pip install" in charts.stderr
 
 
-def test_refused_skipped_and_truncated_requests_are_reported(tmp_path: Path):
+def test_skipped_truncated_and_too_long_requests_are_reported(tmp_path, trace):
     """quire-tiny has a context of 4,096: one prompt fills it, one output exceeds it."""
     path = tmp_path / "trace.csv"
     rows = ((4096, 1), (4000, 200), (50, 5), (9000, 1))
@@ -150,9 +150,7 @@ def test_refused_skipped_and_truncated_requests_are_reported(tmp_path: Path):
     assert "refused requests: 1 longer than the context, 0 larger than the KV memory" in shown
     assert "skipped requests (too long): 1; outputs truncated at the context: 1" in shown
 
-
-def test_requests_beyond_the_context_are_reported_and_reserve_no_memory(trace, tmp_path):
-    """`auto` sizes the pool for requests that can run: lengths of 10^11 tokens are refused."""
+    # `auto` sizes the pool for requests that can run: lengths of 10^11 tokens are refused
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     result = simulate("--trace", trace, "--length-scale", "1e9")
     assert (result.exit_code, "longer than the context" in result.stdout) == (0, True)

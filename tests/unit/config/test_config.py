@@ -202,7 +202,7 @@ def test_errors_name_the_option_the_expected_and_the_given_value():
     assert str(refusal.value) == "top_p must be a finite number in (0, 1], got 1.5"
 
 
-def test_values_are_python_tuples_and_numbers_of_their_own():
+def test_values_are_python_tuples_and_equal_options_hash_equal():
     bias = {1: 2.0}
     lists = {"stop_token_ids": [3, 4], "bad_token_ids": [[1], [2, 3]], "allowed_token_ids": {7}}
     given = {"max_tokens": np.int64(8), "temperature": np.float32(0.5), "top_p": 1}
@@ -215,8 +215,6 @@ def test_values_are_python_tuples_and_numbers_of_their_own():
     assert [type(number) for number in numbers] == [int, float, float]
     assert params.logit_bias == {1: 2.0}
 
-
-def test_equal_options_hash_equal_and_can_be_pickled():
     first = SamplingParams(logit_bias={1: 2.0}, stop="x")
     assert {first: "seen"}[SamplingParams(logit_bias={1: 2}, stop=["x"])] == "seen"
     assert pickle.loads(pickle.dumps(first)) == first

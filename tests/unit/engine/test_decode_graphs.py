@@ -232,14 +232,12 @@ def test_tensors_of_a_captured_call_live_as_long_as_its_graph(model):
     assert capture.tensors[0]() is None
 
 
-def test_full_and_padded_batches_share_a_graph(model):
+def test_batches_share_a_graph_and_what_has_none_states_the_reason(model):
     engine = engine_of(model, TapedCalls())
     finish(engine, 6, 12, 12, 12)
     assert engine.stats().graphs.replayed > 8
     assert engine.stats().graphs.captures == 1
 
-
-def test_backends_and_options_without_graphs_state_the_reason(model):
     assert [graph_sizes(1), graph_sizes(2)] == [(1,), (1, 2)]
     assert graph_sizes(100) == (1, 2, 4, 8, 16, 32, 64, 100) == (*graph_sizes(64), 100)
     plain = Engine(model, kv_config(memory="1MiB"), ScheduleConfig())

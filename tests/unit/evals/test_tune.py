@@ -103,7 +103,7 @@ def test_the_first_round_removes_what_no_prompt_speaks_for():
     assert [count for one, count in measured if one == poor] == [FIRST_PROMPTS]
 
 
-def test_the_place_of_the_search_and_the_prompts_left_are_noted():
+def test_place_and_time_of_the_search_are_noted():
     notes = []
     rows, few = dict.fromkeys(CANDIDATES, 10), CANDIDATES[:6]
     options = {"prompts": 18, "wanted": 0.9, "note": lambda *found: notes.append(found)}
@@ -116,8 +116,6 @@ def test_the_place_of_the_search_and_the_prompts_left_are_noted():
     assert notes[6] == ("round 2/3, 1/6", 5 * 2 + 2 * 12)  # all six passed the first round
     assert notes[-1][1] == 0
 
-
-def test_the_time_that_is_left_follows_from_what_was_measured():
     now = iter([0.0, 10.0, 40.0, 40.0, 100.0])
     pace = Pace(100.0, clock=lambda: next(now))
 

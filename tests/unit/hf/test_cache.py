@@ -48,7 +48,7 @@ def cache(model):
         yield cache
 
 
-def test_empty_cache_uses_no_memory_and_belongs_to_its_model(cache) -> None:
+def test_empty_cache_uses_no_memory_and_a_reset_one_accepts_another_batch(cache, model):
     assert (cache.kv_used_bytes, cache.kv_peak_bytes, cache.batch_size) == (0, 0, -1)
     assert cache.get_seq_length() == 0
     with pytest.raises(RequestError, match="empty"):
@@ -56,8 +56,6 @@ def test_empty_cache_uses_no_memory_and_belongs_to_its_model(cache) -> None:
     with pytest.raises(ConfigError, match="created for"):
         zoo.build("llama")(IDS, past_key_values=cache)
 
-
-def test_reset_cache_accepts_another_batch(model, cache) -> None:
     expected = model(IDS).logits
     model(IDS.repeat(2, 1), past_key_values=cache)
     cache.reset()
@@ -363,7 +361,7 @@ def test_forward_accepts_both_names_without_a_warning(model, name) -> None:
     assert rest.past_key_values is cache
 
 
-def test_generate_passes_the_cache_by_the_name_of_its_version(model) -> None:
+def test_generate_passes_the_one_name_of_the_cache(model):
     options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
     expected = model.generate(IDS, **options)
     with QuireCache(model) as cache, warnings.catch_warnings():
@@ -374,8 +372,6 @@ def test_generate_passes_the_cache_by_the_name_of_its_version(model) -> None:
     assert torch.equal(tokens, expected)
     assert columns == tokens.shape[1] - 1
 
-
-def test_the_cache_has_one_name(model) -> None:
     with QuireCache(model) as cache, pytest.raises(RequestError, match="not supported"):
         model(IDS, cache=cache, past_key_values=object())
     assert cache.is_linear == [False]  # a cache without layers is not of linear attention

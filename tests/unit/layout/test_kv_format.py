@@ -261,14 +261,12 @@ def test_promoted_tokens_use_one_page_per_evicting_lane(heads_apart):
     assert statistics_used(layout, ()) == private
 
 
-def test_full_precision_window_is_limited_by_the_sliding_window():
+def test_windows_limit_full_precision_and_plain_layers_have_separate_groups():
     groups = [group for group in layout_of("int4+residual=100").groups if group.full_precision]
 
     records = {group.name: group.full_precision.records for group in groups}
     assert records == {"full.full_precision": 100, "window_64.full_precision": 64}
 
-
-def test_plain_layers_have_separate_groups():
     layout = layout_of("int8+plain_layers=2")
 
     assert {group.name: group.layers for group in layout.groups} == {

@@ -439,7 +439,7 @@ def test_chunks_of_different_lengths_stay_within_the_bound_of_the_largest(window
     assert pages * group.page_class.page_bytes <= group.bytes_at_most(sum(chunks), max(chunks))
 
 
-def test_single_token_steps_reach_the_page_bound_exactly():
+def test_bytes_at_max_count_every_lane_and_single_tokens_reach_the_bound():
     for window, per_page in product(range(1, 30), range(1, 8)):
         group = window_group(window, per_page)
 
@@ -448,8 +448,6 @@ def test_single_token_steps_reach_the_page_bound_exactly():
         assert slots == group.slots_at_most(window + 2 * per_page, 1)
         assert pages == group.page_class.pages_for(slots)
 
-
-def test_bytes_at_max_counts_every_lane():
     page = page_of(heads=1)
     group = LaneGroup(name="kv", page_class=page, layers=(0, 1), lanes_per_layer=8, window=64)
 
@@ -559,15 +557,13 @@ def test_size_of_an_option_is_rounded_up_and_read_back(size_bytes, text):
 SOURCE = Path(layout.__file__).parents[1]
 
 
-def test_texts_are_filled_in():
+def test_texts_are_filled_in_and_every_limit_is_used():
     error = refused(limits.UNUSED_SWAP_SPACE, num_bytes=4096)
     assert str(error) == (
         "--swap-space 4,096 B would not be used, because --preempt recompute swaps no requests: "
         "use --preempt auto, swap or hybrid, or leave out --swap-space"
     )
 
-
-def test_every_limit_is_used():
     used = Counter(
         node.attr
         for path in SOURCE.rglob("*.py")

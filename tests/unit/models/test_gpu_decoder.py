@@ -109,7 +109,7 @@ def noted(decoder, prompt):
     return noting
 
 
-def test_statistics_equal_those_of_the_modules():
+def test_statistics_and_long_rope_variants_equal_those_of_the_modules():
     (prompt,) = sequences(5, vocab_size=zoo.VOCAB_SIZE)
     ours = noted(decoder_of("wide_mistral"), prompt)
     theirs = noted(TransformersDecoder(zoo.build("wide_mistral")), prompt)
@@ -121,8 +121,6 @@ def test_statistics_equal_those_of_the_modules():
     assert all(call.rope is None for call in ours.calls.values())
     assert all(call.rotary is not None for call in ours.calls.values())
 
-
-def test_long_rope_variants():
     (prompt,) = sequences(9, vocab_size=zoo.VOCAB_SIZE)
     ours, theirs = decoder_of("wide_phi3"), TransformersDecoder(zoo.build("wide_phi3"))
     for variant in range(ours.num_rope_variants):

@@ -435,7 +435,7 @@ def test_non_finite_weights_are_named(folder, value, dtype, message):
         _load(folder, dtype="float32")
 
 
-def test_rotary_tables_of_old_checkpoints_and_other_heads_are_ignored(tmp_path: Path) -> None:
+def test_buffers_of_old_checkpoints_and_names_without_a_prefix_are_loaded(tmp_path):
     def add_tables(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
         tensors["model.layers.1.self_attn.rotary_emb.cos_cached"] = torch.ones(4)
@@ -443,8 +443,6 @@ def test_rotary_tables_of_old_checkpoints_and_other_heads_are_ignored(tmp_path: 
 
     _load(_rewrite(zoo.save("llama", tmp_path), add_tables))
 
-
-def test_weight_names_without_the_base_model_prefix_are_loaded(tmp_path: Path) -> None:
     def as_published(tensors: dict[str, torch.Tensor]) -> None:
         for name in list(tensors):
             tensors[name.removeprefix("transformer.")] = tensors.pop(name)

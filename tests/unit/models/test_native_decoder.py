@@ -269,11 +269,8 @@ def test_chain_equals_single_layers(folder, options, monkeypatch):
     assert_chained_equals_single_layers(folder, monkeypatch, **options)
 
 
-def test_layers_with_and_without_a_window_share_a_chain(windows_folder, monkeypatch):
+def test_windows_share_a_chain_whose_times_include_attention(windows_folder, monkeypatch, folder):
     assert_chained_equals_single_layers(windows_folder, monkeypatch)
-
-
-def test_times_of_a_chain_include_attention(folder):
     llm = LLM(str(folder), model_impl="native", kv=KVConfig(memory="4MiB"))
     times = llm.engine.model.decoder.time_parts()
     llm.generate([[1, 2, 3]], greedy(4))

@@ -41,7 +41,7 @@ def steps_of(spec, prompt, new):
     return [(s.new, s.before, s.evicted_from) for s in row_steps(spec, prompt, new)]
 
 
-def test_prompt_is_prefilled_to_the_cap_and_then_in_blocks():
+def test_prompts_are_prefilled_and_evicted_by_their_schedule():
     """Algorithm 1 with a cap of 6 and p = 2: 6, then evict 2 and add 2, the last block is 1.
 
     The row then has 4 + 1 tokens; one more is decoded before 2 are evicted at the cap.
@@ -50,10 +50,7 @@ def test_prompt_is_prefilled_to_the_cap_and_then_in_blocks():
 
     decoded = [(1, 5, 0), (1, 4, 6)] * 2
     assert steps_of(spec, 9, 5) == [(6, 0, 0), (2, 4, 6), (1, 4, 6), *decoded]
-
-
-def test_other_schedules_evict_before_decoding_once_or_never():
-    """Algorithm 2: retain the newest token and the next one."""
+    # algorithm 2: retain the newest token and the next one
     assert steps_of(EXTREME, 9, 4) == [(9, 0, 0), (1, 1, 9), (1, 1, 2), (1, 1, 2)]
     spec = EvictionSpec(cap=4, every=1, when=PREFILL_END)
     assert steps_of(spec, 9, 4) == [(9, 0, 0), (1, 4, 9), (1, 5, 0), (1, 6, 0)]

@@ -131,19 +131,15 @@ def fits(kv_bytes: int, tokens: int, batch: int = 1, model: ModelSpec | None = N
     return capacity(model, kv_bytes, layout=layout, sequence_tokens=tokens, batch=batch)
 
 
-def test_sequences_are_counted_in_whole_pages():
+def test_sequences_fit_in_whole_pages_up_to_memory_or_context():
     """A sequence of 100 tokens takes 7 pages in each of 2 layers; 30 pages hold two of them."""
     result = fits(30 * PAGE_BYTES + 5, 100, batch=2)
     assert (result.pool_pages, result.pages_per_sequence, result.sequences) == (30, 14, 2)
     assert result.limit == "none"
     assert fits(30 * PAGE_BYTES, 100, batch=3).limit == "memory"
 
-
-def test_longest_sequence_is_limited_by_memory_or_context():
-    """30 pages, 15 a layer, hold 240 tokens, and the last output token has no KV.
-
-    1,000 pages hold more than the context of 1,000.
-    """
+    # 30 pages, 15 a layer, hold 240 tokens, and the last output token has no KV
+    # 1,000 pages hold more than the context of 1,000
     by_memory = fits(30 * PAGE_BYTES, 1)
     by_context = fits(1000 * PAGE_BYTES, 1)
 

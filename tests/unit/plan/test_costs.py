@@ -496,7 +496,7 @@ CEILINGS = Ceilings(
 )
 
 
-def test_product_rate_is_interpolated_in_log_rows():
+def test_product_rate_is_that_of_shapes_or_interpolated_in_log_rows():
     """The logarithmic midpoint of 8 and 64 rows is sqrt(8 * 64) = 22.6 rows.
 
     4 rows are two of the three doublings from 1 to 8: 100 + 2/3 * (400 - 100) = 300.
@@ -505,9 +505,7 @@ def test_product_rate_is_interpolated_in_log_rows():
     assert CEILINGS.product_rate(4, 8, 8) == pytest.approx(300)
     assert CEILINGS.product_rate(16, 8, 8) == pytest.approx(400 + 500 / 3)
 
-
-def test_product_rate_of_measured_shapes_or_of_the_nearest():
-    """[8, 200]: ln(200 / 8) = 3.2 from [8, 8], ln(800 / 200) = 1.4 from [8, 800]."""
+    # [8, 200]: ln(200 / 8) = 3.2 from [8, 8], ln(800 / 200) = 1.4 from [8, 800]
     assert [CEILINGS.product_rate(rows, 8, 8) for rows in (8, 1000)] == [400, 900]
     assert CEILINGS.product_rate(1, 8, 800) == CEILINGS.product_rate(8, 8, 200) == 50
     assert CEILINGS.product_rate(8, 9, 12) == 400

@@ -59,7 +59,7 @@ def refusal(text, prompt_tokens=None):
     return refused.value
 
 
-def test_all_options_of_a_policy_text_are_parsed():
+def test_options_are_parsed_or_have_defaults_and_full_evicts_nothing():
     schedule = "cap=25%,every=32,when=prefill_end,granularity=chunk,chunk_tokens=8"
     rule = make_eviction(f"snapkv:window=16,{schedule},budget=(ada:floor=0.3)")
 
@@ -70,8 +70,6 @@ def test_all_options_of_a_policy_text_are_parsed():
     assert (rule.granularity, rule.chunk_tokens) == ("chunk", 8)
     assert rule.evicts
 
-
-def test_unset_options_have_defaults():
     rule = make_eviction("h2o:cap=512")
 
     assert rule.policy == H2O()
@@ -82,8 +80,6 @@ def test_unset_options_have_defaults():
     fast = make_eviction("h2o:cap=99,budget=fastgen,when=decode")
     assert fast.statistics == (AttentionSum(),)
 
-
-def test_full_evicts_nothing():
     rule = make_eviction("full")
 
     assert not rule.evicts

@@ -142,7 +142,7 @@ def test_policy_file_that_cannot_be_loaded_is_named(tmp_path, code, message):
     assert "installed" not in registry.registered()
 
 
-def test_names_are_sorted_without_full_and_unknown_ones_suggest_the_nearest():
+def test_names_are_sorted_suggested_and_nested_with_and_without_parentheses():
     assert list(registry.registered()) == sorted(registry.registered())
     assert list(registry.registered_budgets()) == sorted(registry.registered_budgets())
     assert "full" not in registry.registered()
@@ -151,8 +151,6 @@ def test_names_are_sorted_without_full_and_unknown_ones_suggest_the_nearest():
         with pytest.raises(UnknownName, match=message):
             make(text)
 
-
-def test_nested_rules_are_parsed_with_and_without_parentheses():
     plain = registry.make_policy("value_norm:base=h2o")
     options = registry.make_policy("value_norm:base=(h2o:recent=3,heads=max),power=2")
     nested = registry.make_policy("value_norm:base=(value_norm:base=(recent:sinks=2))")

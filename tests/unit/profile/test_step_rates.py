@@ -75,14 +75,12 @@ def test_fit_recovers_the_rates_of_exact_times():
     assert [s for _, s in found.decode.batch_s] == pytest.approx([5e-3, 8e-3, 7e-3], rel=1e-3)
 
 
-def test_without_eviction_block_rates_equal_prefill_rates(model):
+def test_block_rates_without_eviction_equal_prefill_rates_of_usual_shapes(model):
     shapes = step_rates.usual_shapes("full", context_tokens=1_024, config=QUICK_PROFILE)
     rates = step_rates.measure_step_rates(model, shapes, repeats=1)
     assert rates.blocks == rates.whole
     assert rates.decode.evict_row_s == rates.decode.evict_slot_s == 0
 
-
-def test_usual_shapes_fit_and_an_unknown_rule_has_none():
     shapes = step_rates.usual_shapes(
         "h2o:recent=100,cap=5", context_tokens=512, config=THOROUGH_PROFILE
     )

@@ -84,7 +84,7 @@ def test_random_tokens_decode_like_the_whole_sequence(token_ids, skip):
     assert "".join(pieces(TINY, token_ids, (), skip)) == decode(TINY, token_ids, skip)
 
 
-def test_many_invalid_bytes_decode_like_the_whole_sequence_and_end():
+def test_invalid_and_incomplete_characters_decode_like_the_whole_sequence():
     lead, *tail = ([token_id] for token_id in TINY("€")["input_ids"])
     tails = [token_id for one in tail for token_id in one]
     for ids in (lead * 300, tails * 300, (lead + tails) * 200 + lead, tail[0] * 70 + lead):
@@ -94,8 +94,6 @@ def test_many_invalid_bytes_decode_like_the_whole_sequence_and_end():
         text = "".join(pieces(TINY, euro[1:2] * num_broken + euro + end))
         assert text == "\N{REPLACEMENT CHARACTER}" * num_broken + "€ end"
 
-
-def test_only_the_last_piece_can_have_an_incomplete_character():
     token_ids = TINY("naïve 日本 😀 text")["input_ids"]
     for end in range(len(token_ids)):
         *pushed, _ = pieces(TINY, token_ids[:end])

@@ -199,7 +199,7 @@ BAD = [(((9,),), {9}), (((6, 7, 9),), {9}), (((7, 9), (3,)), {3, 9}), (((5, 7, 9
 BAD += [(((1, 1, 1, 1, 5, 6, 7, 9),), set())]
 
 
-def test_bad_token_ids_equal_transformers(sampler):
+def test_options_equal_those_of_transformers(sampler):
     logits = random_logits(1)
     logits[0, 9], logits[0, 3] = 50, 40
     for bad_token_ids, banned in BAD:
@@ -211,8 +211,6 @@ def test_bad_token_ids_equal_transformers(sampler):
         assert set(expected[0].isinf().nonzero().flatten().tolist()) == banned
         assert token.token_id == expected.argmax()
 
-
-def test_min_tokens_equals_transformers_and_does_not_mask_an_ignored_end_token(sampler):
     logits = random_logits(1)
     logits[0, [1, 2, 3]] = torch.tensor([50.0, 49.0, 48.0])
     params = SamplingParams(min_tokens=2, stop_token_ids=(3,))

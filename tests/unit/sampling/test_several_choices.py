@@ -149,7 +149,7 @@ def test_best_of_returns_the_max_likely_choices_in_order(llama):
     assert best.usage.completion_tokens == 50  # includes dropped choices
 
 
-def test_ranked_choices_and_beams_are_emitted_after_all_have_ended(llama):
+def test_ranked_choices_follow_their_ends_and_scores_no_best_choice(llama):
     ranked = steps_of(engine_of(llama), drawn(n=1, best_of=2, logprobs=1, max_tokens=4))
     searched = steps_of(engine_of(llama), beams(n=2, beam_width=3))
 
@@ -158,6 +158,15 @@ def test_ranked_choices_and_beams_are_emitted_after_all_have_ended(llama):
     assert [len(deltas) for deltas in searched] == [0] * 5 + [2]
     assert [delta.index for delta in searched[-1]] == [0, 1]
     assert [delta.is_last for delta in searched[-1]] == [False, True]
+
+    # one of four choices is returned, which is not always the first
+    single, *best = (
+        run_one(engine_of(llama), drawn(prompt_logprobs=0, **options))
+        for options in ({}, *({"best_of": 4, "seed": seed} for seed in range(5, 10)))
+    )
+
+    scored = [[s and s.token_id for s in one.prompt_logprobs] for one in (single, *best)]
+    assert scored == scored[:1] * 6
 
 
 def test_prompt_is_scored_once_for_all_choices(llama):
@@ -175,17 +184,6 @@ def test_prompt_is_scored_once_for_all_choices(llama):
     found = [score.logprob for score in together.prompt_logprobs[1:]]
     assert found == pytest.approx(expected, abs=1e-4)
     assert [choice.finish_reason for choice in untold.choices] == ["length"] * 3
-
-
-def test_prompt_scores_are_independent_of_the_best_choice(llama):
-    """One of four choices is returned, which is not always the first."""
-    single, *best = (
-        run_one(engine_of(llama), drawn(prompt_logprobs=0, **options))
-        for options in ({}, *({"best_of": 4, "seed": seed} for seed in range(5, 10)))
-    )
-
-    scored = [[s and s.token_id for s in one.prompt_logprobs] for one in (single, *best)]
-    assert scored == scored[:1] * 6
 
 
 def test_each_choice_ends_independently(llama):
@@ -414,7 +412,7 @@ def search_of(steps, **options) -> BeamSearch:
     return search
 
 
-def test_a_search_retains_the_best_open_and_ended_beams():
+def test_a_search_retains_the_best_beams_and_ends_by_its_option():
     def tokens(path) -> list[int]:
         return [candidate.token_id for candidate in path]
 
@@ -426,8 +424,6 @@ def test_a_search_retains_the_best_open_and_ended_beams():
         assert [(h.score, tokens(h.path)) for h in search.ended] == ended, name
     assert search.scores == [-1.0]
 
-
-def test_early_stopping_decides_when_a_full_list_of_ended_beams_ends_the_search():
     for early, max_tokens, steps, done in STOPPED:
         search = search_of(steps, early_stopping=early, max_tokens=max_tokens)
 
@@ -482,7 +478,7 @@ def test_one_beam_is_greedy_and_logprobs_sum_to_scores(llama):
         assert all(len(token.top_logprobs) == 2 for token in choice.logprobs)
 
 
-def test_prompt_of_a_search_is_prefilled_and_scored_once(llama):
+def test_a_search_prefills_its_prompt_once_and_masks_every_beam(llama):
     engine = engine_of(llama, enable_prefix_caching=False)
 
     output = run_one(engine, beams(n=2, beam_width=4, prompt_logprobs=0))
@@ -491,9 +487,7 @@ def test_prompt_of_a_search_is_prefilled_and_scored_once(llama):
     assert len(output.prompt_logprobs) == len(PROMPT)
     assert output.usage.completion_tokens == 2 * 6  # of the returned sequences
 
-
-def test_token_masks_apply_to_every_beam(llama):
-    """With 2 allowed tokens, the first step has 2 beams and the second 4."""
+    # with 2 allowed tokens, the first step has 2 beams and the second 4
     three = run_one(engine_of(llama), beams(n=4, allowed_token_ids=[30, 31, 32]))
     two = run_one(engine_of(llama), beams(n=4, allowed_token_ids=[30, 31], max_tokens=2))
     assert {token for choice in three.choices for token in choice.token_ids} <= {30, 31, 32}

@@ -356,12 +356,20 @@ def test_structures_end_at_limits_end_tokens_and_stop_texts(llm):
     assert "age" not in stopped.text
 
 
-def test_logprobs_are_those_of_the_model(llm):
+def test_logprobs_are_those_of_the_model_and_other_requests_do_not_change(llm):
     output = generate(llm, {"choice": ["xyz"]}, logprobs=2)
 
     first = output.logprobs[0]
     assert first.rank > 1
     assert first.logprob < first.top_logprobs[0][1]
+
+    plain = SamplingParams(max_tokens=12)
+    structured = SamplingParams(max_tokens=40, structured_outputs=COMPACT)
+    alone = [llm.generate(PROMPT, params)[0].text for params in (plain, structured)]
+
+    both = llm.generate([PROMPT, PROMPT], [plain, structured])
+
+    assert [output.text for output in both] == alone
 
 
 def test_wrong_grammar_of_one_prompt_is_refused_with_its_field(llm):
@@ -374,7 +382,7 @@ def test_wrong_grammar_of_one_prompt_is_refused_with_its_field(llm):
     assert not llm.engine.has_work
 
 
-def test_completions_have_matchers_of_their_own(llm):
+def test_completions_and_beams_match_with_matchers_of_their_own(llm):
     output = generate(llm, COMPACT, n=4, temperature=1.0, seed=5)
 
     texts = [choice.text for choice in output.choices]
@@ -384,8 +392,6 @@ def test_completions_have_matchers_of_their_own(llm):
     alone = [generate(llm, COMPACT, temperature=1.0, seed=5 + i).text for i in range(4)]
     assert texts == alone
 
-
-def test_beams_match_the_grammar(llm):
     output = generate(llm, COMPACT, n=3, use_beam_search=True, beam_width=4)
 
     for choice in output.choices:
@@ -393,16 +399,6 @@ def test_beams_match_the_grammar(llm):
     assert output.choices[0].score >= output.choices[1].score
     greedy = generate(llm, COMPACT, use_beam_search=True, beam_width=1)
     assert greedy.text == generate(llm, COMPACT).text
-
-
-def test_other_requests_of_a_batch_do_not_change(llm):
-    plain = SamplingParams(max_tokens=12)
-    structured = SamplingParams(max_tokens=40, structured_outputs=COMPACT)
-    alone = [llm.generate(PROMPT, params)[0].text for params in (plain, structured)]
-
-    both = llm.generate([PROMPT, PROMPT], [plain, structured])
-
-    assert [output.text for output in both] == alone
 
 
 def test_grammar_that_cannot_continue_ends_only_its_request(llm, monkeypatch):

@@ -97,7 +97,7 @@ def test_kv_aware_keeps_conversations_together():
     assert summary["finished"] == len(CONVERSATIONS.requests)
 
 
-def test_numbers_of_replicas_sum_to_those_of_the_cluster():
+def test_numbers_of_replicas_sum_and_invalid_options_are_refused():
     result, again = (run(CONVERSATIONS, replicas=3) for _ in range(2))
     summary, replicas = summarise_cluster(result), by_replica(result)
 
@@ -109,8 +109,6 @@ def test_numbers_of_replicas_sum_to_those_of_the_cluster():
     busiest = max(r["busy_s"] for r in replicas) * 3 / sum(r["busy_s"] for r in replicas)
     assert summary["busy_imbalance"] == pytest.approx(busiest)
 
-
-def test_invalid_options_are_refused():
     with pytest.raises(ConfigError, match="expected 1 to 4096 replicas, got 0"):
         run(OVERLOAD, replicas=0)
     with pytest.raises(ConfigError, match="--router-report-interval from 0, got -1"):

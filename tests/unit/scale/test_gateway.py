@@ -110,7 +110,7 @@ def test_a_request_without_output_is_sent_to_another_replica():
     assert len(ids) == 1
 
 
-def test_a_refused_second_attempt_ends_a_stream_that_has_begun():
+def test_attempts_end_with_another_replica_or_an_error():
     refusal = first(b'{"error": {}}', status=503, headers=JSON, is_last=True)
     replicas = FakeReplicas([first(COMMENT), Lost], [refusal])
 
@@ -121,8 +121,6 @@ def test_a_refused_second_attempt_ends_a_stream_that_has_begun():
     assert b"refused with status 503" in body
     assert body.endswith(b"data: [DONE]\n\n")
 
-
-def test_after_the_last_attempt_the_client_gets_an_error():
     replicas = FakeReplicas([Lost])
 
     status, headers, body = post(replicas, retries=2)

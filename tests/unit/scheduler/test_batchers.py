@@ -283,7 +283,7 @@ def test_invalid_batcher_text_is_rejected_by_the_config(text, error, message):
         ScheduleConfig(batcher=text)
 
 
-def test_limits_of_numbers():
+def test_limits_of_numbers_and_batchers_of_pages_and_dense_rows():
     rows = "expected max_num_batched_tokens > max_num_seqs, got 8 and 8"
     with pytest.raises(ConfigError, match=rows):
         ScheduleConfig(max_num_seqs=8, max_num_batched_tokens=8, urgent=0)
@@ -295,13 +295,11 @@ def test_limits_of_numbers():
     assert found["baton_pd"] == found["baton_pd_best_fit"] == 8
     assert found["pd:ahead=5"] == 5
 
-
-# ---- dense rows --------------------------------------------------------------------------------
-
-
-def test_all_batchers_but_two_serve_pages_and_dense_rows():
     assert set(BATCHERS) ^ set(DENSE_BATCHERS) == {"continuous", "baton"}
     assert all(DENSE_BATCHERS[name] is BATCHERS[name] for name in set(BATCHERS) - {"continuous"})
+
+
+# ---- dense rows --------------------------------------------------------------------------------
 
 
 def test_best_fit_takes_the_longest_that_adds_no_dense_columns():

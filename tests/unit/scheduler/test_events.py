@@ -42,7 +42,7 @@ def chunk(number):
     return KVEvent("chunk", 0.0, "a", "red", {}, number)
 
 
-def test_event_has_kind_time_request_tenant_and_data():
+def test_events_have_their_data_and_the_log_only_the_newest():
     log = filled(["admitted"])
     log.emit("prefix_evicted", None, tokens=16, kv_bytes=4096)
     [event, without] = log.newest()
@@ -54,8 +54,6 @@ def test_event_has_kind_time_request_tenant_and_data():
     event = KVEvent("freed", 1.0, "a", "red", {"tenant": "blue", "number": 9}, 4).as_dict()
     assert (event["tenant"], event["number"]) == ("red", 4)  # data does not override them
 
-
-def test_log_retains_only_the_newest_events():
     log = filled(["chunk"] * 10, kept=3)
     assert ([event.number for event in log.newest()], log.num_events) == ([8, 9, 10], 10)
 

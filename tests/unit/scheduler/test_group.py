@@ -126,7 +126,7 @@ def test_new_members_are_forked_after_the_prompt_and_the_first_cannot_leave_sile
     assert leave(first)
 
 
-def test_beams_prefill_up_to_the_fork_and_compute_the_last_token_together():
+def test_beams_prefill_up_to_the_fork_and_a_single_one_the_whole_prompt():
     group = make_group([[1, 2], [1, 3]], atomic=True)
     first = plan_prefill(group.members[0])
     assert prefillable_tokens(first) == len(PROMPT) + 1  # up to the fork
@@ -137,8 +137,6 @@ def test_beams_prefill_up_to_the_fork_and_compute_the_last_token_together():
     assert whole_groups([first]) == []
     assert whole_groups(group.members) == group.members
 
-
-def test_single_beam_prefills_the_whole_prompt():
     group = make_group([[]], atomic=True, spare=3)
 
     assert prefillable_tokens(plan_prefill(group.members[0])) == len(PROMPT)

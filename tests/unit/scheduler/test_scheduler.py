@@ -484,7 +484,7 @@ def test_outputs_of_known_length_fill_the_memory_without_preemption(admission):
     assert num_steps <= 4 * 16 + 4
 
 
-def test_prompt_evicted_after_prefill_is_not_promised_again():
+def test_estimates_and_promises_stay_within_accepted_peaks():
     """A cap of 8 in decoding: a prompt of 40 tokens needs 20 pages once, then 4."""
     memory, spec = memory_of(60, evicting=True), EvictionSpec(cap=8, every=4, when=DECODE)
     decoding = request_of(40, 20, generated=1, eviction=spec)
@@ -496,9 +496,7 @@ def test_prompt_evicted_after_prefill_is_not_promised_again():
     assert rule.peaks.further_pages([decoding], [59]).sum() == 0
     assert rule.promised(waiting, [decoding], 0).sum() == 20
 
-
-def test_estimate_never_exceeds_the_peak_that_was_accepted():
-    """49 tokens fit in smaller steps, so their peak is below that of 47 tokens in whole chunks."""
+    # 49 tokens fit in smaller steps, so their peak is below that of 47 tokens in whole chunks
     memory = memory_of(35, page_tokens=1, window=5, max_rows=10)
     rule = make_admission("optimistic", Peaks(memory, chunk_tokens=200))
     assert rule.peaks.counts([Need(35), Need(49)]).ravel().tolist() == [105, 104]

@@ -69,14 +69,12 @@ def test_named_model_shapes_have_the_published_number_of_parameters(name, billio
     assert model_shape(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.005)
 
 
-def test_efficiency_scales_peaks_but_not_measured_rates():
+def test_machines_are_scaled_by_efficiency_or_refused():
     peak = MachineConfig(efficiency=1.0).rates()
     assert MachineConfig().rates().read_bytes_per_s == pytest.approx(0.6 * peak.read_bytes_per_s)
     assert MachineConfig(name="profile").rates(RATES).flops_per_s == RATES.flops_per_s
     assert MachineConfig(step_overhead_ms=5).rates().overhead_s == 0.005
 
-
-def test_invalid_machines_and_unknown_shapes_are_refused():
     for options in ({"name": "a10"}, {"efficiency": 0.0}, {"efficiency": 1.5}):
         with pytest.raises(ConfigError):
             MachineConfig(**options)

@@ -86,7 +86,7 @@ def test_lengths_and_arrivals_of_a_format(write, text, expected, times):
     assert arrivals(loaded) == pytest.approx(times, abs=1e-5)
 
 
-def test_equal_hash_ids_are_equal_tokens(write):
+def test_equal_ids_and_turns_of_conversations_share_tokens(write):
     """Two blocks of 512 tokens are shared; the third ids differ."""
     first, second, third = load_trace(write(MOONCAKE)).requests
     a, b, c = (token_ids(r.prompt) for r in (first, second, third))
@@ -97,9 +97,7 @@ def test_equal_hash_ids_are_equal_tokens(write):
     assert a[:512] != c
     assert a == token_ids(first.prompt)
 
-
-def test_conversation_turns_share_their_prefix(write):
-    """10 tokens, output 2; then 10 + 2 + 1, output 2 (5 bytes); the other: 1, output 1."""
+    # 10 tokens, output 2; then 10 + 2 + 1, output 2 (5 bytes); the other: 1, output 1
     loaded = load_trace(write(SHAREGPT))
     first, second, other = loaded.requests
     conversation = token_ids([*first.prompt, first.answer])
@@ -121,7 +119,7 @@ def test_tokens_depend_only_on_content_and_offset():
     assert len(np.unique(ids)) > 0.999 * ids.size
 
 
-def test_earliest_requests_are_selected_and_arrivals_scaled(write):
+def test_arrivals_and_lengths_are_scaled_and_long_requests_dropped(write):
     header, *lines = AZURE.splitlines()
     shuffled = "\n".join([header, *reversed(lines)])
 
@@ -131,8 +129,6 @@ def test_earliest_requests_are_selected_and_arrivals_scaled(write):
     half = load_trace(write(AZURE), TraceOptions(time_scale=0.5))
     assert arrivals(half) == pytest.approx([t / 2 for t in arrivals(load_trace(write(AZURE)))])
 
-
-def test_length_scale_keeps_shared_segments(write):
     first, second, _ = load_trace(write(MOONCAKE), TraceOptions(length_scale=0.25)).requests
 
     assert [s.tokens for s in first.prompt] == [128, 128, round(76 / 4)]
@@ -141,8 +137,6 @@ def test_length_scale_keeps_shared_segments(write):
     least = load_trace(write(AZURE), TraceOptions(length_scale=0.0001))
     assert lengths(least) == [(1, 1)] * 3
 
-
-def test_requests_over_max_tokens_are_dropped_and_counted(write):
     loaded = load_trace(write(AZURE), TraceOptions(max_tokens=418))
     assert lengths(loaded) == [(374, 44)]
     assert loaded.num_dropped == 2

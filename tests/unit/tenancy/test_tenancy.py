@@ -338,7 +338,7 @@ def test_request_above_the_limit_of_its_tenant_never_fits():
         accounts.refuse_if_never("a", 151)
 
 
-def test_right_to_memory_decreases_with_held_bytes():
+def test_rights_decrease_with_held_bytes_and_the_furthest_is_reclaimed_first():
     accounts = accounts_of("a:guaranteed=200B,burst=500B;b:guaranteed=200B", a=100, b=100)
 
     rights = [accounts.may_take("a", n).right for n in (100, 101, 400, 401, 600, 601)]
@@ -348,6 +348,16 @@ def test_right_to_memory_decreases_with_held_bytes():
     ]
     assert not accounts.may_take("a", 601)
     assert "701 B, over its limit of 700 B" in accounts.may_take("a", 601).reason
+
+    accounts = accounts_of("a:guaranteed=300B;b:guaranteed=100B;c;d:weight=4", b=350, c=300, d=350)
+
+    assert [accounts.over_quota_bytes(t) for t in "abcd"] == [0, 250, 300, 350]
+    assert accounts.reclaimable_for("a", 300) == [("c", 300)]
+    assert accounts.reclaimable_for("a", 200) == [("c", 200)]
+    assert accounts.reclaimable_for("b", 10) == []  # it is over its quota itself
+
+    accounts.note({"b": 350, "c": 100, "d": 550})
+    assert accounts.reclaimable_for("a", 300) == [("b", 250), ("d", 50)]
 
 
 def test_shares_of_absent_and_tenants_without_requests():
@@ -372,18 +382,6 @@ def test_public_prefixes_and_flooding_tenants_reduce_what_is_theirs():
     assert accounts.reclaimable_for("small", 120) == [("flood", 120)]
     assert accounts.reclaimable_for("small", 501) == []  # more than its own share
     assert accounts.over_share_bytes("flood") == 500
-
-
-def test_tenant_furthest_over_quota_is_reclaimed_first():
-    accounts = accounts_of("a:guaranteed=300B;b:guaranteed=100B;c;d:weight=4", b=350, c=300, d=350)
-
-    assert [accounts.over_quota_bytes(t) for t in "abcd"] == [0, 250, 300, 350]
-    assert accounts.reclaimable_for("a", 300) == [("c", 300)]
-    assert accounts.reclaimable_for("a", 200) == [("c", 200)]
-    assert accounts.reclaimable_for("b", 10) == []  # it is over its quota itself
-
-    accounts.note({"b": 350, "c": 100, "d": 550})
-    assert accounts.reclaimable_for("a", 300) == [("b", 250), ("d", 50)]
 
 
 weights = st.sampled_from([0.5, 1.0, 2.0, 7.0])

@@ -88,7 +88,7 @@ def saved(tmp_path):
     return model, tmp_path / "model"
 
 
-def test_transformers_computes_equal_logits_from_the_export(saved):
+def test_export_has_equal_logits_and_single_digits(saved):
     _, folder = saved
     twin = load_pretrained(folder)
     llama = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -99,6 +99,15 @@ def test_transformers_computes_equal_logits_from_the_export(saved):
 
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert theirs.std() > 0.1
+
+    _, folder = saved
+    assert sum(p.numel() for p in load_pretrained(QUIRE_TINY).parameters()) == 6_328_576
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("<|doc|>line 48213")["input_ids"]
+
+    assert ids[0] == 2
+    assert len(tokenizer("48213")["input_ids"]) == 5
+    assert tokenizer.decode(ids[1:]) == "line 48213"
 
 
 def test_explicit_attention_of_short_sequences_is_equal_and_the_export_round_trips(saved):
@@ -113,17 +122,6 @@ def test_explicit_attention_of_short_sequences_is_equal_and_the_export_round_tri
     restored = to_llama_state(load_pretrained(folder))
     for name, value in to_llama_state(model).items():
         assert torch.equal(value, restored[name]), name
-
-
-def test_exported_tokenizer_has_document_token_and_single_digits(saved):
-    _, folder = saved
-    assert sum(p.numel() for p in load_pretrained(QUIRE_TINY).parameters()) == 6_328_576
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer("<|doc|>line 48213")["input_ids"]
-
-    assert ids[0] == 2
-    assert len(tokenizer("48213")["input_ids"]) == 5
-    assert tokenizer.decode(ids[1:]) == "line 48213"
 
 
 def smoke_options(folder, *more):
@@ -198,7 +196,7 @@ def test_orthogonalise_sets_singular_values_to_about_one(shape):
     torch.testing.assert_close(orthogonalise(1000 * matrices), ours, rtol=0.05, atol=0.02)
 
 
-def test_batch_depends_only_on_seed_and_step(maker):
+def test_batches_depend_on_seed_and_step_and_rows_start_a_document(maker, tokenizer):
     stage = Stage(length=96, steps=9, batch_tokens=384)
     maker.batch(0, stage, 0.5)
     second = maker.batch(1, stage, 0.5)
@@ -211,15 +209,13 @@ def test_batch_depends_only_on_seed_and_step(maker):
     fewer = maker.batch(1, Stage(length=96, steps=9, batch_tokens=192), 0.5)
     assert torch.equal(fewer.ids, second.ids[:2])  # rows are independent of other rows
 
-
-def test_rows_start_a_document_and_have_all_kinds_of_the_mixture(maker, tokenizer):
     batch = maker.batch(0, Stage(length=128, steps=1, batch_tokens=128 * 150), 0.2)
     assert (batch.ids[:, 0] == tokenizer.token_to_id("<|doc|>")).all()
     assert (batch.weights[:, 0] == 0).all()
     assert {KINDS[index] for index in batch.kinds.unique().tolist()} == {*KINDS} - {"longeval"}
 
 
-def test_plan_returns_stages_in_order_and_then_the_last():
+def test_stages_are_in_order_and_learning_rates_rise_stay_and_fall():
     plan = parse_plan("64:2:128,128:3:256")
 
     assert [plan.stage(step).length for step in range(7)] == [64, 64, 128, 128, 128, 128, 128]
@@ -229,8 +225,6 @@ def test_plan_returns_stages_in_order_and_then_the_last():
         with pytest.raises(ConfigError, match="length:steps:tokens"):
             parse_plan(text)
 
-
-def test_learning_rate_rises_stays_and_falls_and_the_primer_decreases():
     factors = [lr_factor(step, 100, warmup_steps=10, decay=0.4) for step in range(100)]
 
     assert factors[0] == pytest.approx(0.1)

@@ -118,7 +118,7 @@ def test_answers_follow_from_the_prompt(name):
             make(name, 1, 40)
 
 
-def test_needles_of_one_key_have_its_values_and_common_words_are_the_most_frequent():
+def test_words_values_of_keys_and_tracked_variables_are_those_of_ruler():
     task = make("niah_multivalue", 1, 600)
     lines = [line for line in task.context.splitlines() if line.startswith("One of the special")]
     assert [line.rpartition(" ")[2].rstrip(".") for line in lines] == [*task.queries[0].answers]
@@ -130,8 +130,6 @@ def test_needles_of_one_key_have_its_values_and_common_words_are_the_most_freque
     least = min(listed.count(word) for word in common)
     assert all(listed.count(word) < least for word in set(listed) - set(common))
 
-
-def test_tracked_variables_have_the_first_value():
     task = make("tracking", 1, 700, hops=3, chains=2)
     values = {}
     for line in task.context.splitlines():
@@ -330,7 +328,7 @@ def test_a_failed_task_of_the_check_takes_its_own_verdict_only():
     assert "got lines at 256 tokens: 10% with full KV" in found[0].reason
 
 
-def test_task_that_full_kv_does_not_solve_gets_no_verdict():
+def test_cells_have_scores_by_depth_and_no_verdict_on_unsolved_tasks():
     half = [0.0, 0.0, 1.0, 0.0, 1.0] * 2
 
     found = compare(task_of("lines"), cell(half), cell(half), GOOD)
@@ -339,8 +337,6 @@ def test_task_that_full_kv_does_not_solve_gets_no_verdict():
     nll = compare(task_of("perplexity"), cell(half, "nll"), cell(half, "nll"), GOOD)
     assert nll.verdict == "no difference found"  # a perplexity has no bound
 
-
-def test_cell_has_scores_by_depth_bytes_and_rates():
     found = cell([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
 
     summary = found.summary()

@@ -235,7 +235,7 @@ def test_shared_prefix_is_offloaded_without_changing_its_source():
     kv.memory.check()
 
 
-def test_operations_on_an_offloaded_prefix_are_rejected():
+def test_offload_covers_existing_slots_and_other_operations_are_rejected():
     kv = make(evicting=True)
     row = kv.memory.start()
     step(kv, {row: 12}, 4)
@@ -248,9 +248,7 @@ def test_operations_on_an_offloaded_prefix_are_rejected():
             operation()
     kv.memory.check()
 
-
-def test_offload_covers_only_existing_slots():
-    """After one eviction, 11 slots fill 2 pages."""
+    # after one eviction, 11 slots fill 2 pages
     kv = make(evicting=True)
     row = kv.memory.start()
     step(kv, {row: 12}, 5)
@@ -352,7 +350,7 @@ def copies_of(kv, rows, seed):
     return out, kv.offload.transfer_worker.num_copies - before
 
 
-def test_the_first_layers_are_loaded_once_for_two_steps():
+def test_first_layers_are_loaded_once_for_two_steps_unless_the_split_changes():
     offloaded, whole = offloaded_and_whole()
 
     for number, expected in enumerate((FULL_LAYERS + AHEAD, FULL_LAYERS, FULL_LAYERS)):
@@ -364,9 +362,7 @@ def test_the_first_layers_are_loaded_once_for_two_steps():
         out, _ = copies_of(offloaded, rows, number)
         assert torch.equal(out, step(whole, dict.fromkeys(rows, 1), number))
 
-
-def test_first_layers_of_another_split_are_loaded_again():
-    """Pages that a step left out are not taken for loaded in the step after it."""
+    # pages that a step left out are not taken for loaded in the step after it
     offloaded, whole = offloaded_and_whole()
     hosts = [0, 1, 0, 3, 1, 0]
     offloaded.offload.splits = Alternating(hosts)

@@ -89,7 +89,7 @@ def test_requested_fraction_is_recomputed_within_its_limits(limits, least, most)
     assert least < splits.recomputed_tokens <= most
 
 
-def test_cpu_attention_fraction_follows_rates_and_is_kept():
+def test_splits_follow_rates_and_lengths_and_are_kept_for_small_gains():
     """x = k: T = S / (1 / k + 1 / u), so a = S k / (k + u) with k = u = 5 us."""
     splits = make_splits(recomputed=0.0, max_recomputed=0, host=None)
     shares = splits.divide(PREFIXES, rows=1)
@@ -99,8 +99,6 @@ def test_cpu_attention_fraction_follows_rates_and_is_kept():
     splits.divide({0: OffloadedPrefix(COLUMNS + 1, on_host=True)}, rows=1)
     assert splits.host_tokens == TOKENS / 2
 
-
-def test_a_split_does_not_move_for_a_small_gain_and_grows_with_the_length():
     splits = make_splits()
     splits.divide(PREFIXES, rows=1)
     first = splits.recomputed_tokens
