@@ -104,7 +104,6 @@ def test_an_invalid_request_gets_an_error_record_without_a_repetition(files):
     server = Server((400, {}, {"error": {"message": "bad prompt"}}))
     with answering(server) as url:
         _, records = batch(files(LINES[0], {"prompt": ""}, ["no object"]), url, code=1)
-
     assert len(server.bodies) == 1
     assert records[1]["response"]["status_code"] == 400
     assert records[1]["error"] == {"code": "status_400", "message": "bad prompt"}

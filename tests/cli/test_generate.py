@@ -110,7 +110,6 @@ def test_rule_that_fails_is_an_error_without_a_count_of_evicted_tokens(quire, tm
     rule = broken_rule(tmp_path, "view.positions[0] * 1.0")
     with temporary_registrations():
         failed = quire("generate", "--prompt", PROMPT, *QUICK, *rule)
-
     assert failed.exit_code != 0
     assert "of shape [lanes, slots] = [" in failed.stderr
     assert "prompt tokens" in failed.stderr

@@ -135,7 +135,6 @@ def test_figure_12_starts_at_82_not_at_182():
     model = opt(4096, 32, 32)
     flops_per_s = 2 * 4096 * 25e9 / (2 * (1 / share - 1))  # implied by the share
     rates = offload_rates(model, link_bytes_per_s=25e9, flops_per_s=flops_per_s)
-
     assert paper_split(rates, 129) == 82
     assert paper_split(rates, 160) == pytest.approx(102, abs=1)
     assert 182 > 129

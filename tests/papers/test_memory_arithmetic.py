@@ -221,7 +221,6 @@ def test_sixth_scenario_is_a_small_model():
         assess(LLAMA_1B, memory, 2048, 2047, 63),
         assess(LLAMA_1B, memory, 1024, 3071, 40),
     ]
-
     assert [verdict.impact for verdict in verdicts] == ["low-medium"] * 3
     assert assess(LLAMA_1B, memory, 512, 512, 16).impact == "low"
 

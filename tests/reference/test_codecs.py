@@ -364,7 +364,6 @@ def test_a_missing_calibration_file_is_an_error_that_names_the_command(codec, tm
 def test_a_model_is_named_for_calibration_as_commands_take_it(tmp_path):
     made = loaded(MODEL)
     (tmp_path / "stored.gguf").touch()
-
     with pytest.raises(ConfigError, match="the model has no folder"):
         engine_of(codec="int8_channel")
     assert made.argument == "MODEL"

@@ -192,7 +192,6 @@ def test_log_probabilities_are_those_of_the_engine(batcher):
     expected = of_engine(PROMPTS[:5], params, load("llama"))
     batch = DynamicBatch(build("llama"), batch_size=3, batcher=batcher)
     handles = run_and_compare(batch, PROMPTS[:5], params, expected)
-
     for handle, output in zip(handles, expected, strict=True):
         for ours, theirs in zip(handle.logprobs, output.logprobs, strict=True):
             assert (ours.token_id, ours.rank) == (theirs.token_id, theirs.rank)

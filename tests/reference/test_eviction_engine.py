@@ -147,7 +147,6 @@ def test_a_cap_that_is_never_reached_changes_no_bit_and_no_memory(everything):
     prompts = make_prompts(3, 40, seed=3)
     full = run({f"r{i}": (p, "full") for i, p in enumerate(prompts)}, engine=everything)
     capped = run({f"r{i}": (p, "h2o:cap=80") for i, p in enumerate(prompts)}, engine=everything)
-
     assert all(usage.evicted_tokens == 0 for usage in capped.usages.values())
     assert largest_difference(full.logits, capped.logits) == 0
     for name, usage in full.usages.items():
@@ -364,7 +363,6 @@ def test_under_pressure_tokens_are_evicted_before_a_request_is_preempted():
     ample = run(jobs)
     most = max(usage.kv_peak_bytes for usage in ample.usages.values())
     short = run(jobs, memory=int(2 * most))
-
     assert all(usage.evicted_tokens == 0 for usage in ample.usages.values())
     assert set(short.reasons) == {"pressure"}
     assert short.engine.scheduler.num_preemptions == 0
@@ -538,7 +536,6 @@ def test_selected_latents_are_read_in_the_precision_of_the_codec(codec, evict):
         run(jobs, model="glm_moe_dsa", kv=kv | {"attention": backend})
         for backend in ("reference", "auto")
     )
-
     assert other.traces() == first.traces()
     assert largest_difference(other.logits, first.logits) <= 1e-4
 
@@ -666,7 +663,6 @@ def test_recomputed_prompt_is_cut_by_layer_as_recorded(codec):
     options = {"codec": codec, "enable_prefix_caching": False, "evict": rule, "evict_allow": "none"}
     options["model"] = "qwen2_window"
     [expected], [ours] = (run_chunks(rule, preempts=n, **options) for n in (0, 2))
-
     assert ours.usages["0"].preemptions == ours.reasons.count("replay") == 2
     assert ours.traces() == expected.traces()
     assert largest_difference(ours.logits, expected.logits) <= 1e-4

@@ -310,7 +310,6 @@ def test_a_cap_over_all_tokens_gives_the_logits_without_eviction(case):
     if case.budget == "uniform":  # the last answer is never processed
         evict = {n: case.with_cap(len(p) + NEW_TOKENS - 1, o) for n, (p, o) in requested}
     full, capped = run_case(case, dict.fromkeys(case.requests, "full")), run_case(case, evict)
-
     assert not any(usage.evicted_tokens for usage in capped.usages.values())
     assert largest_difference(full.logits, capped.logits) == 0
 

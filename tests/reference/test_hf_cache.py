@@ -443,7 +443,6 @@ def test_assisted_decoding_gives_the_tokens_without_assistant(policy, codec, ass
         with cached(model, policy, codec=codec, max_tokens=200, **budget) as cache:
             options = options | {"max_new_tokens": 30, "past_key_values": cache}
             outputs.append(generate(model, inputs, **options))
-
     assert torch.equal(*outputs)
 
 

@@ -103,7 +103,6 @@ def test_imported_blocks_are_published_as_events(path):
     prefill.export_kv(PROMPT, path)
     decode.import_kv(path)
     decode.import_kv(path)  # nothing is new
-
     assert loaded.known == computed.known
     assert len(loaded.known) == 37
 
@@ -116,7 +115,6 @@ def test_only_requests_of_the_same_tenant_and_salt_use_an_import(path):
         decode.generate(PROMPT, SAMPLING, cache_salt=salt)[0].usage.cached_tokens
         for salt in ("", "x", "y")
     ]
-
     assert cached == [0, 0, 148]
 
 
@@ -174,7 +172,6 @@ def test_damaged_files_are_refused(damage, exported):
     exported.write_bytes({"flip": flipped, "cut": data[:-100]}.get(damage, b"text"))
     if damage == "missing":
         exported.unlink()
-
     with pytest.raises(CorruptData if damage == "flip" else StorageError, match="kv"):
         llm_of().import_kv(exported)
 

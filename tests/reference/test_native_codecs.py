@@ -27,7 +27,6 @@ def test_c_gives_the_logits_of_the_gathered_backend(codec, chunk_tokens, model):
         run(JOBS, model=model, kv=kv | {"attention": name}, chunk_tokens=chunk_tokens)
         for name in ("native", "gathered")
     ]
-
     assert found[0].engine.pool.kv.backend.name == "native"
     assert largest_difference(found[0].logits, found[1].logits) <= 0.05
 

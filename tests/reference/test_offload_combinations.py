@@ -215,7 +215,6 @@ def test_evicting_sequences_of_one_prompt_are_offloaded(rule):
     requests, evict = [(LONG, SEVERAL)], f"{rule}cap=24,every=8,when=decode"
     refuses("--kv-offload-memory", "llama", 0.85, requests, evict=evict, offload=0)
     engine, _, tokens = run("llama", 0.85, requests, evict=evict)
-
     assert 0 < peak_offloaded_bytes(engine) < 2 * row_bytes("llama")  # the prompt once
     assert engine.stats().num_evictions >= 3
     assert tokens == run("llama", 16, requests, evict=evict, offload=0)[2]
@@ -343,7 +342,6 @@ def test_a_request_whose_offloaded_pages_do_not_fit_evicts_layer_by_layer(offloa
     evict = "recent:cap=16,every=8,when=pressure"
     engine = small_engine(load("llama", times=2), 8, evict=evict, **memory)
     found = finish(engine, requests_of({"r": drawn(150)}, FEW_TOKENS))
-
     assert not found["preempted"]
     assert peak_offloaded_bytes(engine) > memory["memory"]
     assert engine.scheduler.capacities.num_evictions > 0

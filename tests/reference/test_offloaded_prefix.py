@@ -238,7 +238,6 @@ def test_offload_memory_admits_more_requests():
     reserved = {"admission": "reserved"}
     with_host, _, usages = run("qwen3", 1.3, schedule=reserved)
     without, _, _ = run("qwen3", 1.3, stream=0, schedule=reserved)
-
     assert offloaded(with_host)
     assert with_host.stats().num_preemptions == 0
     assert most_running(with_host) > most_running(without)

@@ -213,7 +213,6 @@ def test_recomputed_tokens_of_a_resumed_request_do_not_count_as_cached(tmp_path)
     while not running or running[0].progress.num_computed < 100:
         engine.step()
     engine.scheduler.lifecycle.preempt(running[0], "test")
-
     assert answer(engine, {})[1]["b"].cached_tokens == 0
     assert engine.stats().cached_tokens
 
@@ -239,7 +238,6 @@ def test_loaded_prefixes_are_shared(tmp_path):
     engine = engine_of(prefill=READ_SLOWLY, **on_disk(tmp_path))
     for _ in range(2):
         logits, usages = answer(engine, B)
-
     assert len(restored(engine)) == 1
     assert usages["b"].cached_tokens == 148
     check_logits(logits, only="b")
@@ -620,7 +618,6 @@ def test_a_damaged_disk_below_cpu_memory_changes_no_output(tmp_path):
         data[800::4096] = bytes(len(data[800::4096]))
         path.write_bytes(data)
     engine = engine_of(prefill=READ_SLOWLY, cpu_memory=16 << 10, **on_disk(tmp_path))
-
     check_logits(answer(engine)[0])
     assert engine.stats().tier.num_discarded
 
@@ -731,7 +728,6 @@ def test_a_request_continues_if_the_one_that_loads_its_prefix_is_cancelled(
     engine = engine_of(prefill=READ_SLOWLY, **on_disk(tmp_path))
     options = {"cancel": [("b", when + 1)], "after": when}
     logits, _, _ = load_together(engine, FIRST_SECOND, monkeypatch, **options)
-
     assert engine.stats().tier.num_joined == 1
     assert engine.stats().tier.loading_bytes == 0
     assert largest_difference({"b2": logits["b2"]}, {"b2": expected["b2"]}) <= 1e-4

@@ -67,7 +67,6 @@ def test_a_preempted_request_promotes_the_same_tokens(rule, body, preempt):
     residual = make_eviction(rule).every
     codec = CODEC.replace(f"residual={EVERY}", f"residual={residual}").replace("int2", body)
     expected, other = answer(rule, codec, max_num_seqs=1), answer(rule, codec, **disturbed(preempt))
-
     assert all(usage.preemptions for usage in other.usages.values())
     assert other.traces() == expected.traces()
     assert promoted(other) == promoted(expected)
@@ -185,7 +184,6 @@ def test_a_shared_prefix_has_no_promoted_records():
         answer(prompts=prompts, kv={"enable_prefix_caching": caching}, max_num_seqs=1)
         for caching in (True, False)
     )
-
     assert shared.traces() == alone.traces()
     assert largest_difference(shared.logits, alone.logits) <= 1e-4
     assert promoted(shared) == promoted(alone)

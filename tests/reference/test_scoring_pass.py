@@ -168,7 +168,6 @@ def test_retained_tokens_do_not_depend_on_steps_preemption_and_cached_prefixes(b
     options = dict(WAYS[way])
     alone = run(made, kv=allow, max_num_seqs=1)
     found = run(made, kv=allow | options.pop("kv", {}), **options)
-
     assert found.traces() == alone.traces()
     assert largest_difference(found.logits, alone.logits) <= TOLERANCE
 
@@ -241,7 +240,6 @@ def test_several_outputs_share_one_scored_prompt(evict):
     together, expected, searched = (
         answer(engine_of(model, evict), requests).tokens for requests in ([three], alone, [beams])
     )
-
     assert [together["r", i] for i in range(3)] == [expected[str(i), 0] for i in range(3)]
     assert len(searched) == 3
 

@@ -334,6 +334,5 @@ def test_logits_on_a_gpu_equal_those_with_weights_on_it(name, objective, monkeyp
         slot.fill_(0xFF)
     monkeypatch.setattr(torch.cuda, "synchronize", pytest.fail)
     engine, logits = run(model, objective=objective)
-
     assert largest_difference(logits, expected) <= 1e-4
     assert engine.stats().offloaded_weight_bytes

@@ -157,7 +157,6 @@ def test_log_probabilities_of_a_prompt_equal_those_without_eviction(llama):
         engine.submit(GenerationRequest(prompt, SamplingParams(max_tokens=1, prompt_logprobs=0)))
         deltas = [delta for _ in range(4) for delta in engine.step()]
         scored.append([score.logprob for score in deltas[-1].prompt_logprobs[1:]])
-
     assert len(scored[0]) == len(prompt) - 1
     assert scored[0] == pytest.approx(scored[1], abs=TOLERANCE)
 
@@ -372,7 +371,6 @@ def test_streams_share_prefixes_with_streams_only(llama):
     for name, evict in (("a", EVICT), ("b", "full"), ("c", EVICT), ("d", "full")):
         found = answer(engine, requests_of({name: list(range(2, 42))}, 4, evict=evict))
         cached[name] = found.usages[name].cached_tokens
-
     assert cached["a"] == cached["b"] == 0
     assert 0 < cached["c"] <= STREAM.cap
     assert cached["d"] > STREAM.cap

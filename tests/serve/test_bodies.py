@@ -339,5 +339,4 @@ def test_every_refusal_that_a_body_can_cause_names_a_field():
                 named = "param" in {word.arg for word in call.keywords}
                 if call.func.id in ("RequestError", "NeverFits") and not named:
                     without[name].append(call.lineno)
-
     assert {name: len(lines) for name, lines in without.items()} == WITHOUT_A_FIELD, without

@@ -116,7 +116,6 @@ def of_both(serve):
 
 def test_idle_page_map_covers_the_arena(of_kv, llm):
     body, few = of_kv("pages"), of_kv("pages?cells=10")
-
     assert body["total_bytes"] == llm.engine.pool.kv.memory.total_bytes
     assert sum(one["bytes"] for one in body["owners"]) == body["total_bytes"]
     assert len(owners_of_cells(body)) == body["num_pages"]

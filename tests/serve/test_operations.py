@@ -180,7 +180,6 @@ def test_dead_engine_ends_the_process_with_an_error():
         answer = httpx.post(server.completions, json=body, timeout=PATIENCE_S)
         health, code = server.status("/health"), server.wait(PATIENCE_S)
         log = server.stderr.read()
-
     assert (answer.status_code, health, code) == (503, 503, 2)
     assert "a broken kernel" in answer.json()["error"]["message"]
     assert "the server shuts down with an error" in log

@@ -219,7 +219,6 @@ def test_wrong_bad_words_are_refused(post, value):
 def test_sequences_of_a_word(llm):
     tokenizer = llm.model.tokenizer
     found = sequences_of_words(tokenizer, ["king", "king"])
-
     assert tokenizer.encode("king", add_special_tokens=False) in [list(ids) for ids in found]
     assert len(set(found)) == len(found)
     assert {tokenizer.decode(list(ids)).strip() for ids in found} == {"king"}
@@ -262,7 +261,6 @@ def test_budget_limits_the_kv_of_a_request(evicting):
         post_to(evicting, COMPLETIONS, body | {"kv_budget": budget}).json()["usage"]
         for budget in (128, 32, "25%")
     )
-
     assert narrow["kv_peak_bytes"] < wide["kv_peak_bytes"]
     assert narrow["evicted_tokens"] > wide["evicted_tokens"]
     assert share["evicted_tokens"] > 0
@@ -524,7 +522,6 @@ def test_streamed_tokens_have_positions_within_the_sent_text(llm, texts, chunks)
         sampled = SampledToken(llm.encode(token)[0], -1.0, (), 1, text_offset=offset)
         delta = OutputDelta(request_id="r", text=text, logprobs=(sampled,), finish_reason=reason)
         sent += [choice["logprobs"] for choice in writer.chunks(delta)]
-
     assert [list(zip(one["tokens"], one["text_offset"], strict=True)) for one in sent] == chunks
 
 

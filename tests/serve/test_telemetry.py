@@ -135,7 +135,6 @@ def test_second_configuration_replaces_the_first(capsys):
         logging.getLogger("quire.test").info("hidden")
         logging.getLogger("quire.test").warning("shown")
         [line] = capsys.readouterr().err.splitlines()
-
     assert json.loads(line)["message"] == "shown"
 
 

@@ -189,7 +189,6 @@ class MemoryMachine(RuleBasedStateMachine):
         rows = np.array([self.pick_row(pick)])
         self.memory.drop_behind_windows(rows)
         self.drop_model_behind_windows(rows)
-
         tokens = np.array([len(self.store.arena)], dtype=np.int32)
         assert not self.memory.can_grow(rows, tokens)
         self.check_refused(lambda: self.memory.grow(rows, tokens), InvariantError)
@@ -539,7 +538,6 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.release(sorted(self.rows))
         for cached_reference, _ in self.cached_references:
             release_reference(self.memory, cached_reference)
-
         self.memory.check()
         assert self.memory.arena.num_free_slabs == self.memory.arena.num_slabs
         assert self.bytes_in_use() == 0

@@ -109,7 +109,6 @@ def test_pods_live_longer_than_the_shutdown_of_the_server():
     [container] = pod_of_deployment()["spec"]["containers"]
     timeouts = [float(application["args"]["shutdown-timeout"])]
     timeouts += [float(a.split("=")[1]) for a in container["args"] if "shutdown-timeout" in a]
-
     for pod in (pod_of_deployment(), *pods_of_ray()):
         assert pod["spec"]["terminationGracePeriodSeconds"] > max(timeouts)
 

@@ -110,7 +110,6 @@ def test_pip_lines_of_documents_name_the_distribution_and_its_extras() -> None:
     pages += [*ROOT.glob("*.md"), *(ROOT / "changelog.d").glob("*.md"), *ROOT.glob("examples/*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in pages)
     found = re.findall(r"pip install [^`\n]*?(quire[\w-]*)(?:\[([\w,]+)\])?", text)
-
     assert found
     assert {name for name, _ in found} == {extras.DISTRIBUTION}
     assert {extra for _, listed in found for extra in listed.split(",") if extra} <= set(OPTIONAL)
@@ -149,7 +148,6 @@ def without_packages(hidden: Sequence[str], code: str) -> subprocess.CompletedPr
 def test_server_without_its_extra_is_refused_before_the_model_is_loaded() -> None:
     code = "sys.argv = ['quire', 'serve', 'no such model']\nimport quire.cli.main as m\nm.run()"
     ran = without_packages(SERVER_PACKAGES, code)
-
     assert ran.returncode == 2
     assert ran.stderr == (
         "error: quire serve needs fastapi, h11, prometheus_client, uvicorn (not installed): "

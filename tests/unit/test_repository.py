@@ -90,7 +90,6 @@ def test_nothing_shipped_names_a_place_of_one_machine() -> None:
         for path in shipped_texts()
         if (place := PLACES_OF_ONE_MACHINE.search(path.read_text(encoding="utf-8")))
     }
-
     assert len(shipped_texts()) > 100
     assert found == {}
 

@@ -91,7 +91,6 @@ def test_the_first_calls_after_a_restart_are_checked(num_calls_before):
     for _ in range(num_calls_before):
         doubled(torch.ones(3))
     restart_sampling()
-
     for _ in range(FIRST):
         with pytest.raises(WRONG):
             doubled(torch.ones(3), wrong=True)
@@ -179,7 +178,6 @@ def test_a_checked_method_keeps_its_signature_defaults_and_super(num_calls):
         assert Derived().size() == 21
         assert Derived().size(3, times=1) == 13
     restart_sampling()
-
     assert [*inspect.signature(Derived.size).parameters] == ["self", "more", "times"]
     with pytest.raises(WRONG, match="more"):
         Derived().size("3")

@@ -202,7 +202,6 @@ async def test_duplicate_ids_and_late_cancels_do_not_affect_the_request_with_the
     unread.cancel()
     with pytest.raises(RequestError, match="is in use: use another id"):
         await llm.generate([4], LONG, request_id="same")
-
     assert (await outputs.collect())[0].finish_reason == "length"
 
 

@@ -491,7 +491,6 @@ METADATA = {"user": "u-1", "trace": "t-9"}
 def test_invalid_metadata_is_refused(given, message):
     with pytest.raises(RequestError, match=message) as refused:
         GenerationRequest([3], metadata=given)
-
     assert refused.value.param == "metadata"
     with pytest.raises(RequestError, match="expected priority to be a whole number, got 'high'"):
         GenerationRequest([3], priority="high")

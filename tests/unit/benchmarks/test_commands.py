@@ -144,7 +144,6 @@ def test_roofline_measures_a_cell():
 def test_answers_are_compared_with_those_in_ample_memory():
     """Swapped sequences are restored byte for byte, and in steps like the others'."""
     run = last_line("differences", "--quick", "--threads", "1", "--json")
-
     assert run["arms"].keys() == {"none full", "kivi4 full"}
     for found in run["arms"].values():
         assert found["recompute"]["events"] > 0

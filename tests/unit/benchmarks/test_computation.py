@@ -291,7 +291,6 @@ def test_ratio_is_median_of_ratios_within_rounds():
         [arm_time("fkv", 5.0), arm_time("bm_8", 10.0)],
         [arm_time("fkv", 3.0), arm_time("bm_8", 10.0)],
     ]
-
     assert speed.ratio(rounds, speed.STATIC, "bm_8", "fkv") == pytest.approx(10 / 3)
     assert speed.ratio(rounds[:2], speed.STATIC, "bm_8", "fkv") == 3.0
 

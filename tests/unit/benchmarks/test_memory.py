@@ -236,7 +236,6 @@ def test_load_scales_arrivals_only(factor):
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8, 16, 64])
 def test_load_of_more_replicas_has_more_conversations(replicas):
     load = for_replicas(TALK, replicas, 8)
-
     assert len(load.requests) == 40 * replicas / 8
     assert len({r.prompt[1].content for r in load.requests}) == replicas
     assert [r.arrival_s for r in load.requests] == sorted(r.arrival_s for r in load.requests)

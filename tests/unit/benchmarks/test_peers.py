@@ -90,7 +90,6 @@ def test_engines_are_chosen_by_name_and_options_of_quire_are_flags():
 def test_measures_are_computed_from_token_times():
     """Two prompts of 3 tokens, at 1, 2, 3 s and at 2, 3, 4 s: 3 tokens in the last 2 s."""
     found = measures(shape("2x8+3"), 1.0)
-
     assert found.total_s == 4
     assert found.prefill_s == 2
     assert found.decode_tokens_per_s == pytest.approx(3 / 2)

@@ -23,7 +23,6 @@ def test_part_rows_contain_floors_of_their_arithmetic():
     take 4 + 1 = 5 s. Taken: 6 + 3 + 0.5 + 0.5 = 10 s.
     """
     rows = {row.cost.name: row for row in measured.part_rows(MEASURE, RATES)}
-
     assert list(rows) == ["mlp", "attention", measured.SAMPLING, measured.ENGINE, "total"]
     assert [row.floor_s for row in rows.values()] == [4.0, 3.0, 0.0, 0.0, 5.0]
     assert [row.measured_s for row in rows.values()] == [6.0, 3.0, 0.5, 0.5, 10.0]

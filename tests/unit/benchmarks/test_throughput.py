@@ -92,7 +92,6 @@ def test_attention_claims_match_hand_computation():
     """
     shape = AttentionShape(batch=2, tokens=5, num_heads=1, num_kv_heads=1, head_dim=4)
     claims = measured.attention_claims(shape, [round_of(1.0, 1.0, read_bytes_per_s=160.0)])
-
     assert claims == {
         "attention_over_read_ceiling": 0.5,
         "statistics_overhead": 0.25,

@@ -240,5 +240,4 @@ def test_failed_retry_keeps_the_output_file(path: Path, monkeypatch):
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(ConfigError, match="No space left"):
         BatchOutput(path, path, STATE, overwrite=False, retry_failed=True)
-
     assert path.read_bytes() == before

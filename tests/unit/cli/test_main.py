@@ -226,7 +226,6 @@ def test_closed_pipe_ends_the_command_silently(arguments):
         done = subprocess.run(line, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     finally:
         os.close(writer)
-
     assert (done.returncode, done.stderr) == (141, "")
 
 

@@ -66,7 +66,6 @@ def test_colours_are_for_terminals_that_show_them(settings, coloured):
     subprocess.run(line, stdout=theirs, stderr=subprocess.DEVNULL, env=environment, check=True)
     os.close(theirs)
     shown = os.read(ours, 1 << 16)
-
     assert (b"\x1b[3" in shown or b"\x1b[1;3" in shown) == coloured
 
 

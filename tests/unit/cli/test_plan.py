@@ -486,7 +486,6 @@ def test_memory_bar_is_proportional(folder: Path):
     sizes = "--memory 2MiB --headroom 1MiB --kv-memory 512KiB --activation-peak 1B --device cuda"
     result = quire_plan(str(folder), *sizes.split())
     bar = next(line for line in result.output.splitlines() if line.startswith("["))
-
     assert len(bar) == 66
     assert (bar.count("K"), bar.count("A")) == (16, 1)
     assert bar.count("W") == round(64 * plan_report(folder).memory.weights_bytes / 2**21)
@@ -564,7 +563,6 @@ def test_weights_of_a_codec_are_those_of_the_loaded_model(codec: str, times_smal
     plain = plan_report(folder, PlanOptions(memory_bytes=1 << 30))
     coded = plan_report(folder, PlanOptions(memory_bytes=1 << 30, weight_codec=codec))
     loaded = load_model("quire-tiny", device="cpu", weight_codec=codec, verify=False)
-
     assert coded.memory.weights_bytes == pytest.approx(loaded.weight_bytes, rel=0.03)
     assert plain.memory.weights_bytes / coded.memory.weights_bytes > times_smaller
     assert coded.memory.kv_bytes > plain.memory.kv_bytes

@@ -132,7 +132,6 @@ def test_output_that_cannot_be_written_is_refused_before_the_run(trace: Path, mo
     inside = simulate("--trace", trace, "--out", trace / "inside")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     charts = simulate("--trace", trace, "--out", trace.parent / "charts")
-
     assert (inside.exit_code, charts.exit_code) == (2, 2)
     assert "cannot write" in inside.stderr
     assert "--out needs matplotlib (not installed): pip install" in charts.stderr

@@ -221,7 +221,6 @@ def test_equalising_reduces_the_error_of_query_key_products(name):
         codec = make_codec(codec_spec(text), KEY_DIM).calibrated(keys(0))
         decoded = codec.decode(codec.encode(vectors))
         errors[text] = float((query @ (decoded - vectors).transpose(1, 2)).norm())
-
     assert errors[f"{name}:equalise=1"] < 0.8 * errors[name]
 
 

@@ -107,7 +107,6 @@ def test_url_is_parsed_and_shown_without_its_password(text, shown):
 
 def test_login_database_and_files():
     url = parse_store_url("rediss://a%40b:p%2Fw@host/5?ssl_certfile=c&ssl_ca_certs=a")
-
     assert (url.username, url.password, url.database) == ("a@b", "p/w", 5)
     assert url.files == (("ssl_ca_certs", "a"), ("ssl_certfile", "c"))
     assert parse_store_url("unix:///x?db=3").database == 3

@@ -641,7 +641,6 @@ def check_waits(engine, reads, steps=6, rows=3):
     with recorded_waits() as waits:
         for _ in range(steps):
             assert len(engine.step()) == rows
-
     assert waits == []
     assert reads.count == steps
 
@@ -670,7 +669,6 @@ def with_cap(rule):
 def evicting_engine(rule, rows, reads, monkeypatch):
     monkeypatch.setattr(decisions, "start_read", lambda numbers: lambda: numbers_of(numbers))
     engine = decoding_engine("llama", reads, [OPTIONS["greedy"]] * rows, evict=with_cap(rule))
-
     while len(engine.step()) < rows:
         pass
     reads.count = 0

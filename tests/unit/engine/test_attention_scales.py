@@ -96,7 +96,6 @@ def test_engine_with_a_restored_prefix_retains_the_same_tokens(name, rule, tmp_p
         kept = kept_by_engine(engine, rule)
         restored = engine.events.newest(["prefix_loaded"])
         engine.close()
-
     assert restored
     assert kept == attended_most(name, rule)
 

@@ -286,7 +286,6 @@ def test_number_of_finished_requests_is_bounded():
     for number in range(request_log.KEPT_FINISHED + 3):
         log.open(str(number), [make_request(str(number))])
         log.note([last_delta(str(number))])
-
     assert len(log.finished) == request_log.KEPT_FINISHED
     assert log.finished[-1].request_id == str(request_log.KEPT_FINISHED + 2)
 

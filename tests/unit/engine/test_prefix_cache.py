@@ -128,7 +128,6 @@ def test_blocks_are_not_cached_after_an_eviction():
     [first], _ = generate(engine, [PROMPT])
     [second], [usage] = generate(engine, [PROMPT])
     [other], _ = generate(engine_of(model, kv=kv | NO_CACHE), [PROMPT])
-
     assert usage.cached_tokens == 8
     assert first == second == other
 
@@ -154,7 +153,6 @@ def test_cached_prefixes_are_evicted_before_a_request_is_preempted():
         [output], _ = generate(engine, [prompt])
         [alone], _ = generate(engine_of(model, kv=NO_CACHE), [prompt])
         assert output == alone
-
     assert engine.stats().num_preemptions == 0
 
 

@@ -178,7 +178,6 @@ def test_slice_is_a_substring_cut_at_word_boundaries():
 @pytest.mark.parametrize("task", tasks.names())
 def test_prompt_and_answer_fit_the_requested_length(task: str):
     found = make_questions(task, 200, 10, measure=tasks.rough_measure)
-
     assert [question.depth for question in found] == [*DEPTHS, *DEPTHS]
     assert len({question.prompt for question in found}) == 10
     for question in found:
@@ -302,7 +301,6 @@ def test_prompts_of_a_file_are_texts_ids_or_chats(tmp_path, model):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "<|doc|>Hello", "answer": "two  words"}\n\n{"prompt": [2, 5]}\n')
     first, second = read_prompts(path, model)
-
     assert first.token_ids[0] == 2
     assert second == UserPrompt(token_ids=(2, 5))
     assert first.accepts("some two words here")

@@ -185,7 +185,6 @@ def test_requests_that_share_pages_retain_the_same_tokens_together(codec, monkey
     options = {"codec": codec} if codec else {}
     alone = evicted(text_of("h2o", cap=20), monkeypatch, ALONE, **options)
     together = evicted(text_of("h2o", cap=20), monkeypatch, TOGETHER, **options)
-
     assert together[:2] == alone[:2]
     assert max(together[2]) == 3
 

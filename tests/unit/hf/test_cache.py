@@ -356,7 +356,6 @@ def test_forward_accepts_both_names_without_a_warning(model, name) -> None:
         warnings.simplefilter("error")
         first = model(input_ids=IDS[:, :30], **{name: cache}).logits
         rest = model(input_ids=IDS[:, 30:], **{name: cache})
-
     assert torch.allclose(torch.cat([first, rest.logits], dim=1), expected, atol=1e-4)
     assert rest.past_key_values is cache
 

@@ -95,7 +95,6 @@ def test_statistics_pages_have_one_float32_plane_with_a_record_per_head():
 def test_slot_statistics_follow_their_group_and_others_have_fixed_records():
     layout = layout_of(None, evicting=True, statistics=STATISTICS)
     sums, ring, moments, shift = layout.groups[1:]
-
     assert layout.followers_of("full") == (sums,)
     assert sums.page_class.tokens == layout.groups[0].page_class.tokens
     assert [group.records for group in (sums, ring, moments, shift)] == [None, 8, 1, 1]

@@ -503,7 +503,6 @@ def test_parameter_count_is_within_one_percent_of_the_model(kind):
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:4]
     expected = pytest.approx(built(config)[1], rel=0.01)
-
     assert ModelSpec.from_config(config.to_dict()).num_parameters == expected
 
 
@@ -513,7 +512,6 @@ def test_parameter_counts_of_known_models_equal_the_published_ones():
     big |= {"num_hidden_layers": 80, "num_attention_heads": 64}
     mixtral = LLAMA_8B | {"model_type": "mixtral", "vocab_size": 32_000}
     mixtral |= {"num_local_experts": 8, "num_experts_per_tok": 2}
-
     assert ModelSpec.from_config(LLAMA_8B).num_parameters == 8_030_261_248
     assert ModelSpec.from_config(big).num_parameters == 70_553_706_496
     assert ModelSpec.from_config(mixtral).num_parameters == 46_702_792_704
@@ -540,7 +538,6 @@ def test_experts_are_counted_in_sparse_layers_only():
     config |= {"num_hidden_layers": 4, "num_attention_heads": 2, "max_position_embeddings": 16}
     model = ModelSpec.from_config(config)
     rest = 4 * (4 * 8 * 8 + 2 * 8 + 3 * 8) + 2 * 5 * 8 + 8  # attention, norms, QKV biases
-
     assert model.num_parameters == 3232 + rest
     assert model.num_parameters - model.num_active_parameters == 2 * 2 * (3 * 8 * 10)
 
@@ -548,7 +545,6 @@ def test_experts_are_counted_in_sparse_layers_only():
 def test_window_layers_hold_at_max_their_window():
     """2 KV heads of 4, K and V, 2 bytes: 32 B per token and layer; 100 tokens: 100 + 10 + 100."""
     model = small_spec(None, 10, None, head_dim=4)
-
     assert model.kv_bytes(100, 2) == 32 * (100 + 10 + 100)
     assert model.kv_bytes(7, 2) == 7 * model.kv_bytes_per_token(2) == 7 * 96
     assert model.kv_bytes(3, 0.5) == 3 * 24

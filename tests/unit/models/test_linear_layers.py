@@ -232,7 +232,6 @@ def test_other_shared_weights_are_not_packed(convert):
     tied_to_limited = nn.Linear(32, 32)
     tied_to_limited.weight = limited.weight
     model = nn.Sequential(first, second, limited, tied_to_limited, nn.Linear(32, 32))
-
     assert list(convert(model)) == ["4"]
     assert type(model[2]) is nn.Embedding
 
@@ -266,7 +265,6 @@ def test_queries_are_folded_by_widened_projections_of_latents(convert):
     heads = latent_heads(model)[0]
     query, out = torch.randn(3, 4, 20).bfloat16(), torch.randn(3, 4, 16).bfloat16()
     plain = heads.fold(query), heads.unfold(out)
-
     assert "model.layers.0.self_attn.kv_b_proj" in convert(model)
     for found, expected in zip((heads.fold(query), heads.unfold(out)), plain, strict=True):
         assert found.dtype == torch.bfloat16

@@ -76,7 +76,6 @@ def test_weights_of_an_unsupported_dtype_are_refused_or_converted(tmp_path: Path
 
 def test_packaged_model_is_loaded_by_name() -> None:
     loaded = load_model("quire-tiny", device="cpu")
-
     assert loaded.name == "quire-tiny"
     assert loaded.decoder.dtype == torch.bfloat16
     assert loaded.generation.eos_token_ids == (1, 2)

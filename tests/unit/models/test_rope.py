@@ -279,7 +279,6 @@ def test_keys_at_position_0_equal_the_projection(dtype):
     decoder, projected = TransformersDecoder(model), outputs_of(model, "k_proj")
     (tokens,), recorder = sequences(5, vocab_size=zoo.VOCAB_SIZE), Recorder()
     decoder.forward(tokens, torch.zeros_like(tokens), POSITIONS[:0], recorder)
-
     assert all(
         torch.equal(key, projected[layer].view(key.shape)) for layer, key in recorder.keys.items()
     )

@@ -90,7 +90,6 @@ def test_a_changed_row_of_the_index_is_not_read(tmp_path):
     with closing(FileTier(tmp_path, 8 * MIB)) as tier:
         tier.write("a", b"123", {"keys": ["00"]})
     rows(tmp_path, """UPDATE entries SET facts = '{"keys": ["01"]}'""")
-
     with closing(FileTier(tmp_path, 8 * MIB)) as reopened:
         assert reopened.stored() == {}
         assert "the row of 'a'" in str(reopened.added()["a"])
@@ -392,7 +391,6 @@ def test_killed_process_leaves_only_complete_entries(tmp_path, seed):
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-
     check_written(tmp_path)
 
 

@@ -77,7 +77,6 @@ def test_gains_are_ratios_of_the_formulas(kv_s, xi, rho):
     tokens = 10**6
     paper_s = paper_seconds(rates, tokens, paper_split(rates, tokens))
     pipelined_s = pipelined_seconds(rates, tokens, pipelined_split(rates, tokens))
-
     assert paper_gain(rates) == pytest.approx(kv_s * tokens / paper_s, rel=1e-4)
     assert pipelined_gain(rates) == pytest.approx(kv_s * tokens / pipelined_s, rel=1e-4)
     assert pipelined_gain(rates) >= paper_gain(rates) >= 1
@@ -161,7 +160,6 @@ def test_gains_depend_on_the_codecs_of_kv_and_activations(kv_bytes, x_bytes, pap
         kv_value_bytes=kv_bytes,
         x_value_bytes=x_bytes,
     )
-
     assert paper_gain(rates) == pytest.approx(paper, abs=0.02)
     assert pipelined_gain(rates) == pytest.approx(pipelined, abs=0.04)
 

@@ -131,7 +131,6 @@ def test_what_other_objects_write_is_added(tmp_path, request, redis_url):
 
 def test_reads_beyond_an_entry_and_entries_larger_than_the_tier_are_refused(tier):
     tier.write("a", data_of(100))
-
     for first, count in ((0, 101), (50, 51), (101, 0)):
         with pytest.raises(StorageError, match="100 B"):
             read(tier, "a", count, first)

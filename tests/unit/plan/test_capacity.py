@@ -47,7 +47,6 @@ def test_sequence_uses_whole_pages_in_every_layer_and_window():
     for tokens, pages in ((1, 3), (16, 3), (17, 6), (160, 30), (161, 33)):
         assert sequence_bytes(layout, tokens) == pages * PAGE_BYTES
     layout = layout_for(model_of(None, 32, None, 32), page_tokens=16, codec="float16")
-
     assert [group.layers for group in layout.groups] == [(0, 2), (1, 3)]
     assert sequence_bytes(layout, 16) == 4 * PAGE_BYTES
     assert sequence_bytes(layout, 320) == (2 * 20 + 2 * 3) * PAGE_BYTES

@@ -265,6 +265,5 @@ def test_kv_reads_exceed_weight_reads_from_the_crossover_batch(experts: int | No
     batch = crossover_batch(model, tokens=tokens)
     at = decode_step(model, batch=batch, tokens=tokens)
     before = decode_step(model, batch=batch - 1, tokens=tokens) if batch > 1 else None
-
     assert at.kv_read_bytes > at.weights_read_bytes
     assert before is None or before.kv_read_bytes <= before.weights_read_bytes

@@ -58,7 +58,6 @@ def test_planned_weights_place_equal_layers():
     total = MODEL.weight_bytes(2)
     layer_bytes = MODEL.layer_parameters * 2 // 8
     found = planned_weights(MODEL, 2, total - layer_bytes)
-
     assert planned_weights(MODEL, 2, None).device_bytes == total
     assert len(found.offloaded_layers) == 3
     assert found.device_bytes == total - layer_bytes

@@ -173,7 +173,6 @@ UNKNOWN = [
 def test_same_class_can_be_registered_again():
     registry.register("recent")(Recent)
     registry.register_budget("uniform")(Uniform)
-
     with pytest.raises(ConfigError, match="two budgets are called 'uniform'"):
         registry.register_budget("uniform")(
             make_dataclass("Other", [], bases=(Budget,), frozen=True)

@@ -119,7 +119,6 @@ def test_sentencepiece_text_equals_the_whole_text_after_any_prompt(units, cut):
     split_from = max(end for end in ends if end <= cut)
     whole, prompt = (decode(SPACED, ids) for ids in (token_ids, token_ids[:split_from]))
     rest = whole[len(prompt) :] if cut < len(token_ids) else ""
-
     assert "".join(pieces(SPACED, token_ids)) == whole
     assert "".join(pieces(SPACED, token_ids[cut:], token_ids[:cut])) == rest
 

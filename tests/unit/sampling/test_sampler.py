@@ -341,7 +341,6 @@ def test_row_with_non_finite_logits_fails_alone(sampler, value, options):
     expected = sampler.sample(logits, rows)
     logits[1, 60] = value
     first, broken, last = sampler.sample(logits, rows)
-
     assert broken.token_id == NO_TOKEN
     assert broken.error == "the model returned NaN or infinite logits"
     assert (first, last) == (expected[0], expected[2])

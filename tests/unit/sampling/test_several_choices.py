@@ -112,7 +112,6 @@ def test_tokens_that_the_tokenizer_lacks_are_not_generated(llama, options):
 def test_n_choices_equal_n_runs_with_consecutive_seeds(model):
     together = run_one(engine_of(model), drawn(n=4))
     singles = [run_single(model, seed) for seed in range(5, 9)]
-
     assert [choice.token_ids for choice in together.choices] == [o.token_ids for o in singles]
     assert len({choice.token_ids for choice in together.choices}) > 1
     assert [choice.index for choice in together.choices] == [0, 1, 2, 3]

@@ -524,7 +524,6 @@ def test_regex_that_cannot_be_kept_is_refused(compiler, regex, form):
         "pattern": {"json": {"type": "string", "pattern": regex}},
         "grammar": {"grammar": f"start: /{regex}/"},
     }[form]
-
     with pytest.raises(RequestError, match="cannot be compiled"):
         compiler.compile(StructuredOutputs(**wanted))
 

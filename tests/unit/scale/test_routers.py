@@ -169,7 +169,6 @@ def test_memory_of_the_router_is_bounded(count):
     for number in range(count):
         sent = request(range(number * 10, number * 10 + 5), session=str(number))
         router.note_finished(sent, send(router, sent, replicas))
-
     assert len(router._sessions) == 5
     assert router.index.num_hashes <= 16
 

@@ -168,7 +168,6 @@ def test_best_fit_takes_the_longest_that_fits_and_patience_prevents_starvation()
     load.step()
     rest = submit(load, (40, 2), (5, 2), (9, 2), (14, 2), (11, 2), (3, 2))
     order = list(dict.fromkeys(name for _, decoding in steps(load) for name in decoding))
-
     # 14 and its first token fit the 16 of the first; then 11; then 40 has been overtaken twice
     assert order[0] == first.request_id
     assert order[2:5] == [r.request_id for r in (rest[3], rest[4], rest[0])]
@@ -254,7 +253,6 @@ def test_no_request_is_preempted_if_that_would_not_admit_the_urgent_one():
     submit(load, (10, 3), priority=-1)
     submit(load, (10, 3), priority=0)
     load.drain()
-
     assert load.scheduler.num_preemptions == 0
 
 

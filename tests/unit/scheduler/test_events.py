@@ -372,7 +372,6 @@ def test_retained_sets_are_serialized_as_ranges_and_equal_entries_have_equal_dig
         EvictionEntry.of(8, np.tile(np.arange(8), (2, 1)), mask) for mask in (keep, keep, ~keep)
     )
     [retained] = retained_sets([one])
-
     assert retained.as_dict() == {"num_computed": 8, "retained": ["0-2,4,6-7", "7"]}
     assert one.digest == again.digest != other.digest
 

@@ -216,7 +216,6 @@ def test_report_includes_bytes_of_the_accounts():
     accounts.note({"b": 300, "public": 100}, waiting=["a"])
     meter = TenantMeter()
     meter.submitted("b")
-
     assert meter.report(accounts) == (
         TenantStats(tenant="a", guaranteed_bytes=200, share_bytes=550),
         TenantStats(tenant="b", num_requests=1, held_bytes=300, share_bytes=350),
@@ -313,7 +312,6 @@ def test_tenants_of_equal_weight_are_served_equally_while_both_wait(pages):
     served = {"flood": 0.0, "small": 0.0}
     while set(load.scheduler.waiting.backlogged) == set(served):
         load.step(served=served)
-
     assert sum(served.values()) > 4000
     assert jain_index(served) >= 0.98
 
@@ -385,7 +383,6 @@ def test_beams_above_the_limit_of_their_tenant_are_rejected():
     first, *spare = group_of_b(load, 6)
     group = first.group = RequestGroup("r", atomic=True)
     group.members, group.spare = [first], spare
-
     with pytest.raises(NeverFits, match="tenant 'b' may hold"):
         load.scheduler.submit(first)
     assert not load.scheduler.has_work

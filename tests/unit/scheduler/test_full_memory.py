@@ -256,7 +256,6 @@ def test_beams_that_do_not_fit_are_rejected_with_advice():
     first.group = spare.group = RequestGroup("r", atomic=True)
     first.group.members, first.group.spare = [first], [spare]
     first.eviction.spec = spare.eviction.spec = EvictionSpec(cap=8, every=2, when=PRESSURE)
-
     with pytest.raises(NeverFits, match=r"in 2 beams .*set when=prefill_and_decode"):
         load.scheduler.submit(first)
     assert not load.scheduler.has_work

@@ -103,7 +103,6 @@ def test_peaks_of_lanes_with_caps_of_their_own():
     own = Need(100, 90, EvictionSpec(cap=10, every=2, lane_capacities=(4, 16, 8, 12)))
     no_cap = Need(100, 90, EvictionSpec(cap=10, every=2, lane_capacities=(8, 1 << 40)))
     even, ragged = (EvictionSpec(cap=8, every=2, ragged=ragged) for ragged in (False, True))
-
     assert pages(peaks_of(None, None), own) == [1 + 4 + 2 + 3]
     assert pages(peaks_of(None, None, heads_apart=False), own) == [1 + 2]
     assert pages(peaks_of(None), no_cap) == [2 + 25]  # all tokens of the second lane
@@ -183,7 +182,6 @@ def test_forks_share_nothing_if_the_prompt_may_give_a_lane_a_lower_cap():
     unknown = EvictionSpec(
         cap=20, every=4, when=PREFILL_END, lane_capacities=(UNLIMITED,) * 2, from_prompt=True
     )
-
     assert peaks.forked_counts(36, [Need(40, 36, unknown)] * 3).tolist() == [3 * 2 * 10]
     assert peaks.forked_counts(16, [Need(20, 16, unknown)] * 3).tolist() == [2 * (4 + 3)]
     assert peaks.shared_counts(Need(40, 36, unknown), 16).tolist() == [0]
@@ -273,7 +271,6 @@ def test_rows_at_once_equals_reserved_admission(spec, kv_bytes, lengths, page_to
     prompt, new = lengths
     rows = min(found_rows(layout, kv_bytes, spec, prompt, new), MAX_ROWS)
     grown = rows_that_grow(layout, kv_bytes, spec, spec.peak_tokens(prompt + new - 1, prompt))
-
     assert rows == admitted_rows(layout, kv_bytes, spec, prompt, new)
     assert rows <= grown
     assert rows == grown or cuts_pages(layout, kv_bytes)

@@ -140,7 +140,6 @@ def test_atomic_chunk_is_not_divided_among_tenants():
     for text in (1, 2, 1, 2):
         load.submit(load.request(60, 1, text=text))
     load.drain()
-
     assert load.scheduler.num_preemptions == 0
     assert load.processed_tokens == 4 * 60
 

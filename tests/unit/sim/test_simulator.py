@@ -363,7 +363,6 @@ def test_a_hybrid_continues_from_its_checkpoints(interval, cached_tokens):
     later = request(2, 10, 16, 1, shared=[(1, 64), (2, 32)])
     other = request(2, 10, 40, 1, shared=[(1, 64)])
     before = request(1, 0, 40, 1, shared=[(1, 64)])
-
     assert simulate(trace(first, later), config).records[1].cached_tokens == 64 + 16
     assert simulate(trace(before, other), config).records[1].cached_tokens == cached_tokens
 

@@ -54,7 +54,6 @@ def arrivals(loaded):
 
 def test_compressed_trace_is_decompressed(write, tmp_path):
     path = write(gzip.compress(AZURE.encode()), "trace.csv.gz")
-
     assert lengths(load_trace(path)) == [(374, 44), (396, 109), (879, 55)]
     for content in (AZURE.encode(), gzip.compress(AZURE.encode())[:-9]):
         with pytest.raises(TraceError, match="cannot read the trace"):
@@ -180,7 +179,6 @@ def test_tenants_of_a_column_or_in_turn(write):
     rows = "TIMESTAMP,ContextTokens,GeneratedTokens,user\n2023-11-16 18:15:46,3,4,ann\n"
     of_column = load_trace(write(rows), TraceOptions(tenants="column:user"))
     in_turn = load_trace(write(AZURE), TraceOptions(tenants="round_robin:a,b"))
-
     assert of_column.tenants == ("ann",)
     assert [r.tenant for r in in_turn.requests] == ["a", "b", "a"]
     with pytest.raises(TraceError, match="user missing"):

@@ -324,7 +324,6 @@ def test_unconfigured_tenant_names_are_not_stored():
     empty_bytes = len(pickle.dumps(accounts))
     for number in range(5_000):
         checked_tenant(accounts, f"user-{number}")
-
     assert not accounts.specs
     assert accounts.tenants == []
     assert len(pickle.dumps(accounts)) == empty_bytes

@@ -70,7 +70,6 @@ def test_micro_batches_have_the_gradients_of_the_whole_batch():
         batch = trainer.maker.batch(0, trainer.plan.stages[0], 0.5)
         trainer.backward(batch, 48)
         gradients.append(trainer.model.embed.weight.grad)
-
     assert gradients[0].abs().max() > 0
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-6)
 
@@ -257,7 +256,6 @@ def test_tokenizer_has_single_digits_and_a_document_token(tmp_path):
     train_tokenizer(tmp_path / "tokenizer.json", (haystack().text[:60_000],), 600)
     made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     ids = made.encode("<|doc|>magic numbers 48213").ids
-
     assert made.get_vocab_size() == 600
     assert ids[0] == 2
     assert [made.decode([i]) for i in ids[-5:]] == [*"48213"]

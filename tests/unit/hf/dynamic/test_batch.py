@@ -91,7 +91,6 @@ def test_equal_priority_does_not_preempt_and_deadlines_order_the_queue():
     late = batch.submit(PROMPTS[1], 6)
     soon = batch.submit(PROMPTS[2], 6, deadline_s=1e9)
     batch.run()
-
     assert first.preemptions == 0
     assert first.times_s[-1] < soon.times_s[0] < late.times_s[0]
 

@@ -228,7 +228,6 @@ def test_tokens_without_stored_x_are_transferred():
     step(kv, model, known, {row: 25}, 3)
     kv.offload.prefixes.offload(row, 24)
     step(kv, model, known, {row: 1}, 4)
-
     assert kv.offload.kv_recompute.num_recomputed == 2 * PAGE * FULL_LAYERS
 
 

@@ -312,7 +312,6 @@ def test_rules_on_recorded_queries_without_one_are_refused(policy):
     view = history.view(policy.statistics)
     [moments] = policy.statistics
     empty = torch.zeros_like(view.statistics[moments.name])
-
     with pytest.raises(PolicyError, match="no query after the sinks was recorded"):
         policy.select(changed(view, statistics={moments.name: empty}), keep_of(view, 0.5))
     with pytest.raises(PolicyError, match="built without rotations"):
@@ -477,7 +476,6 @@ def test_similarity_is_independent_of_the_slice_size(block, monkeypatch):
     keys = keys * live[:, :, None]
     expected = mean_similarity(keys, live, threshold=0.5, block_tokens=block)
     monkeypatch.setattr(windows, "SCRATCH_NUMBERS", 1)
-
     assert torch.equal(mean_similarity(keys, live, threshold=0.5, block_tokens=block), expected)
     assert not expected[~live].any()
 
@@ -488,7 +486,6 @@ def test_window_scores_are_independent_of_the_slice_size(monkeypatch):
     views = [history.view(policy.statistics) for policy in policies]
     expected = [policy.score(view) for policy, view in zip(policies, views, strict=True)]
     monkeypatch.setattr(windows, "SCRATCH_NUMBERS", 1)
-
     for policy, view, scores in zip(policies, views, expected, strict=True):
         assert torch.allclose(policy.score(view), scores, rtol=0, atol=1e-6)
 
@@ -1040,7 +1037,6 @@ def test_4_sinks_and_newest_tokens_are_protected_independent_of_scores(name):
     history.weights[:, :, :, [0, 1, 37, 38, 39]] = 0.0
     history.keys[:, [0, 1, 37, 38, 39]] *= 100.0
     view = history.view(policy.statistics)
-
     for tokens in retained_positions(view, policy.select(view, torch.full((4,), 7))):
         assert {0, 1, 37, 38, 39} < set(tokens)
 
