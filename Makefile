@@ -53,7 +53,7 @@ claims: setup
 
 # pictures of the dashboard for docs/dashboard.md; needs Debian's chromium (apt-get install chromium)
 screenshots: setup
-	PYTHONPATH=src:. $(BIN)/python -m tests.screenshots
+	PYTHONPATH=src:. $(BIN)/python -m docs.screenshots
 
 # other engines, for `python -m benchmarks peers`; PEERS is the folder of their environments
 PEERS ?= build/peers

@@ -36,8 +36,38 @@ from quire.plan.preemption_costs import assumed_prefill
 from quire.plan.rates import PrefillRates
 from support import offload_shapes as shapes
 from support.model_specs import PUBLIC_SHAPES
-from support.offload_formulas import serial_seconds, step_seconds
 from support.offload_shapes import LLAMA_3_8B, OPT_6_7B, OPT_13B, OPT_30B
+
+
+def serial_seconds(rates: OffloadRates, tokens: int | float, x_tokens: int | float) -> float:
+    """Recompute, then transfer (ALISA): nothing overlaps within a layer."""
+    transfer_s = rates.x_s * x_tokens + rates.kv_s * (tokens - x_tokens)
+    return rates.link_s + transfer_s + rates.recompute_s * x_tokens + rates.other_s
+
+
+def step_seconds(
+    rates: OffloadRates,
+    tokens: int | float,
+    x_tokens: int | float,
+    num_layers: int,
+    chunks: int = 1,
+) -> float:
+    """A step through all layers with nothing but KV and X on the wire: the first, then steady ones.
+
+    Args:
+        tokens, x_tokens: of each layer, and of these, recomputed.
+        chunks: equal segments of X; the KV of each is recomputed when it is loaded.
+
+    Raises:
+        ConfigError: `link_s` is not 0: its place in the transfer order is unknown.
+    """
+    if rates.link_s:
+        raise ConfigError(f"expected nothing else on the link, got link_s={rates.link_s}")
+    landed_s, made_s = rates.x_s * x_tokens, rates.recompute_s * x_tokens
+    recomputed_s = max(landed_s / chunks + made_s, landed_s + made_s / chunks)
+    first_s = max(recomputed_s, landed_s + rates.kv_s * (tokens - x_tokens)) + rates.other_s
+    return first_s + (num_layers - 1) * pipelined_seconds(rates, tokens, x_tokens)
+
 
 SECONDS = st.floats(1e-3, 1e3)
 RATES = st.builds(

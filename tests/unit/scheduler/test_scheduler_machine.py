@@ -1,13 +1,20 @@
 """The scheduler under random load, from Hypothesis and from seeds: none lost, no page leaked."""
 
+import os
 import random
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from support.machine_steps import seeded_steps
 from support.scheduler_load import SchedulerLoad, Setting
+
+
+def seeded_steps() -> int:
+    """Scheduler steps of the seeded loads."""
+    deep = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+    return 500_000 if deep else 12_000
+
 
 SETTING = {
     "page_tokens": [1, 3, 8],

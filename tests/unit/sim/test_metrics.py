@@ -1,17 +1,24 @@
-"""Percentiles compared with NumPy, fairness with its formula, gauges with direct sums."""
+"""Percentiles, fairness and gauges by direct sums; formats of traces, options and errors."""
 
+import gzip
 import itertools
+import json
 import math
 
 import numpy as np
 import pytest
 
 from quire.config.sampling_params import SamplingParams
+from quire.errors import ConfigError, TraceError, UnknownName
 from quire.scheduler.events import KVEvent
-from quire.sim.engine import EventTally, ServedTokens, jain_index
-from quire.sim.metrics import latencies, percentiles
+from quire.sim.engine import EventTally, ServedTokens, jain_index, token_ids
+from quire.sim.metrics import latencies, percentiles, reusable
 from quire.sim.records import Gauges, RequestRecord, SimulatedReading
+from quire.sim.traces.base import TraceOptions, TraceSegment
+from quire.sim.traces.formats import estimated_tokens, find_format
+from quire.sim.traces.loading import load_trace
 from support.requests import make_request
+from support.sim_traces import recorded, request, trace
 
 
 def record(arrival, admitted, first, finish, answer=5):
@@ -147,3 +154,280 @@ def test_gauges_are_weighted_by_time():
 
     assert 2000 < len(times) <= 4096
     assert len({b - a for a, b in itertools.pairwise(times)}) == 1
+
+
+# ---- traces --------------------------------------------------------------------------------------
+
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+2023-11-16 18:15:51.2224670,879,55
+"""
+MOONCAKE = """{"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]}
+{"timestamp": 1500, "input_length": 1030, "output_length": 7, "hash_ids": [0, 1, 9]}
+{"timestamp": 3000, "input_length": 512, "output_length": 1, "hash_ids": [7]}
+"""
+VIDUR = """num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio
+3772,54,3826,69.85
+2015,156,2171,12.9
+"""
+TURNS = (("human", "x" * 40), ("gpt", "y" * 8), ("human", "z" * 4), ("gpt", "w" * 5))
+TALK = {"id": "a", "conversations": [{"from": name, "value": text} for name, text in TURNS]}
+OTHER = {"conversations": [{"from": "user", "value": "q" * 3}, {"from": "gpt", "value": "r"}]}
+SHAREGPT = json.dumps([TALK, OTHER])
+EXAMPLES = {"azure": AZURE, "mooncake": MOONCAKE, "vidur": VIDUR, "sharegpt": SHAREGPT}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to_file(text, name="trace"):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return to_file
+
+
+def lengths(loaded):
+    return [(r.prompt_tokens, r.answer.tokens) for r in loaded.requests]
+
+
+def arrivals(loaded):
+    return [r.arrival_s for r in loaded.requests]
+
+
+def test_compressed_trace_is_decompressed(write, tmp_path):
+    path = write(gzip.compress(AZURE.encode()), "trace.csv.gz")
+    assert lengths(load_trace(path)) == [(374, 44), (396, 109), (879, 55)]
+    for content in (AZURE.encode(), gzip.compress(AZURE.encode())[:-9]):
+        with pytest.raises(TraceError, match="cannot read the trace"):
+            load_trace(write(content, "trace.csv.gz"))
+    with pytest.raises(TraceError, match="cannot read the trace"):
+        load_trace(tmp_path / "none.csv")
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_format_is_detected_and_byte_order_mark_and_empty_lines_are_ignored(write, name):
+    loaded = load_trace(write(EXAMPLES[name]))
+    marked = b"\xef\xbb\xbf" + EXAMPLES[name].encode() + b"\n\n"
+    assert loaded.format == name
+    assert load_trace(write(marked)).requests == loaded.requests
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "times"),
+    [
+        (AZURE, [(374, 44), (396, 109), (879, 55)], [0.0, 4.314579, 4.541877]),
+        (MOONCAKE, [(1100, 5), (1030, 7), (512, 1)], [0.0, 1.5, 3.0]),  # milliseconds
+        (VIDUR, [(3772, 54), (2015, 156)], [0.0, 0.0]),
+    ],
+    ids=["azure", "mooncake", "vidur"],
+)
+def test_lengths_and_arrivals_of_a_format(write, text, expected, times):
+    loaded = load_trace(write(text))
+    assert lengths(loaded) == expected
+    assert arrivals(loaded) == pytest.approx(times, abs=1e-5)
+
+
+def test_equal_ids_and_turns_of_conversations_share_tokens(write):
+    """Two blocks of 512 tokens are shared; the third ids differ."""
+    first, second, third = load_trace(write(MOONCAKE)).requests
+    a, b, c = (token_ids(r.prompt) for r in (first, second, third))
+
+    assert (len(a), len(b), len(c)) == (1100, 1030, 512)
+    assert a[:1024] == b[:1024]
+    assert a[1024] != b[1024]
+    assert a[:512] != c
+    assert a == token_ids(first.prompt)
+
+    # 10 tokens, output 2; then 10 + 2 + 1, output 2 (5 bytes); the other: 1, output 1
+    loaded = load_trace(write(SHAREGPT))
+    first, second, other = loaded.requests
+    conversation = token_ids([*first.prompt, first.answer])
+
+    assert lengths(loaded) == [(10, 2), (13, 2), (1, 1)]
+    assert token_ids(second.prompt)[:12] == conversation
+    assert token_ids(other.prompt)[0] != conversation[0]
+    texts = ("", "abcd", "abcde", "éé")  # lengths are estimated from bytes
+    assert [estimated_tokens(text) for text in texts] == [0, 1, 2, 1]
+
+
+def test_tokens_depend_only_on_content_and_offset():
+    whole = token_ids([TraceSegment(3, 8), TraceSegment(4, 5)])
+
+    assert whole == token_ids([TraceSegment(3, 8)]) + token_ids([TraceSegment(4, 5)])
+    assert token_ids([TraceSegment(3, 5)]) == whole[:5]
+    assert all(0 <= token < 2**31 for token in whole)
+    ids = np.array([token_ids([TraceSegment(content, 100)]) for content in range(-50, 50)])
+    assert len(np.unique(ids)) > 0.999 * ids.size
+
+
+def test_arrivals_and_lengths_are_scaled_and_long_requests_dropped(write):
+    header, *lines = AZURE.splitlines()
+    shuffled = "\n".join([header, *reversed(lines)])
+
+    loaded = load_trace(write(shuffled), TraceOptions(requests=2))
+
+    assert lengths(loaded) == [(374, 44), (396, 109)]
+    half = load_trace(write(AZURE), TraceOptions(time_scale=0.5))
+    assert arrivals(half) == pytest.approx([t / 2 for t in arrivals(load_trace(write(AZURE)))])
+
+    first, second, _ = load_trace(write(MOONCAKE), TraceOptions(length_scale=0.25)).requests
+
+    assert [s.tokens for s in first.prompt] == [128, 128, round(76 / 4)]
+    assert first.prompt[:2] == second.prompt[:2]
+    assert second.prompt[2].tokens == round(6 / 4)
+    least = load_trace(write(AZURE), TraceOptions(length_scale=0.0001))
+    assert lengths(least) == [(1, 1)] * 3
+
+    loaded = load_trace(write(AZURE), TraceOptions(max_tokens=418))
+    assert lengths(loaded) == [(374, 44)]
+    assert loaded.num_dropped == 2
+    with pytest.raises(TraceError, match="longer than max_tokens=10"):
+        load_trace(write(AZURE), TraceOptions(max_tokens=10))
+
+
+def test_request_rate_and_shares_of_tenants_are_drawn(write):
+    rows = "num_prefill_tokens,num_decode_tokens\n" + "5,5\n" * 4000
+    options = TraceOptions(request_rate=8.0, seed=3)
+
+    first, second = (arrivals(load_trace(write(rows), options)) for _ in range(2))
+
+    assert first == second == sorted(first)
+    assert 4000 / first[-1] == pytest.approx(8.0, rel=0.1)
+    shares = TraceOptions(tenants="share:big=0.95,small=0.05", seed=1)
+    small = sum(r.tenant == "small" for r in load_trace(write(rows), shares).requests)
+    assert small == pytest.approx(200, abs=60)
+
+
+def test_copies_have_other_contents_and_shifted_times(write):
+    path = write(MOONCAKE)
+    once = load_trace(path)
+    three = load_trace(path, TraceOptions(copies=3))
+    span_s = once.requests[-1].arrival_s
+
+    assert len(three.requests) == 3 * len(once.requests)
+    assert len({request.line for request in three.requests}) == len(three.requests)
+    assert [r.arrival_s for r in three.requests] == sorted(r.arrival_s for r in three.requests)
+    assert all(0 <= request.arrival_s <= span_s for request in three.requests)
+    fractions = [reusable(loaded.requests).token_fraction for loaded in (once, three)]
+    one, other = (
+        {s.content for r in loaded.requests for s in (*r.prompt, r.answer)}
+        for loaded in (once, three)
+    )
+    assert len(other) == 3 * len(one)
+    assert fractions[1] == pytest.approx(fractions[0])
+
+
+def test_tenants_of_a_column_or_in_turn(write):
+    rows = "TIMESTAMP,ContextTokens,GeneratedTokens,user\n2023-11-16 18:15:46,3,4,ann\n"
+    of_column = load_trace(write(rows), TraceOptions(tenants="column:user"))
+    in_turn = load_trace(write(AZURE), TraceOptions(tenants="round_robin:a,b"))
+    assert of_column.tenants == ("ann",)
+    assert [r.tenant for r in in_turn.requests] == ["a", "b", "a"]
+    with pytest.raises(TraceError, match="user missing"):
+        load_trace(write(AZURE), TraceOptions(tenants="column:user"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *(("", "is empty"), ("\n \n", "is empty"), ("hello world\n", "no known format")),
+        *((AZURE.splitlines()[0], "has no requests"), ("[]" + " " * 5, "no known format")),
+        (AZURE.replace("396", "-1"), "line 3: expected ContextTokens to be a whole number of 1"),
+        (AZURE.replace("109", "-109"), "line 3: expected GeneratedTokens to be a whole number of"),
+        (AZURE.replace("396", "0"), "line 3"),
+        (AZURE.replace("396", "3.5"), "line 3"),
+        (AZURE.replace("396", "many"), "line 3: expected a number ContextTokens, got 'many'"),
+        (AZURE.replace("396", "1e999"), "line 3: expected a finite number"),
+        (AZURE.replace(",109", ""), "line 3: expected 3 fields"),
+        (AZURE.replace(",109", ",109,7"), "line 3: expected 3 fields"),
+        (AZURE.replace("2023-11-16 18:15:50.9951690", "soon"), "line 3: expected a date and time"),
+        (AZURE.replace("GeneratedTokens", "Generated"), "GeneratedTokens missing"),
+        (MOONCAKE.replace("[0, 1, 9]", "[0, 1]"), "line 2: expected a hash id for each 512"),
+        (MOONCAKE.replace("[0, 1, 9]", "[0, 1, 9, 3]"), "line 2: expected a hash id for each 512"),
+        (MOONCAKE.replace("[0, 1, 9]", "[0, 1, -9]"), "line 2: expected hash_ids"),
+        (MOONCAKE.replace("[0, 1, 9]", "7"), "line 2: expected hash_ids"),
+        (MOONCAKE.replace("1030,", "-1030,"), "line 2: expected input_length"),
+        (MOONCAKE.replace("1030,", "true,"), "line 2: expected a number input_length"),
+        (MOONCAKE.replace('"output_length": 7, ', ""), "line 2: expected a number output_length"),
+        (MOONCAKE.replace('{"timestamp": 1500', '{"timestamp": NaN'), "line 2: expected a finite"),
+        (MOONCAKE.replace('{"timestamp": 1500', '{"timestamp" 1500'), "line 2: not JSON"),
+        (MOONCAKE + "[1, 2]\n", "line 4: expected a JSON object"),
+        (VIDUR.replace("2015", "-2015"), "line 3: expected num_prefill_tokens"),
+        (SHAREGPT.replace('"from": "user"', '"to": "user"'), "conversation 2: expected turns"),
+        (SHAREGPT[:-9], "not JSON"),
+        (b"\xff\xfe\x00bad", "not UTF-8"),
+    ],
+)
+def test_invalid_trace_is_refused_with_its_line(write, text, message):
+    with pytest.raises(TraceError) as refused:
+        load_trace(write(text))
+    assert message in str(refused.value)
+
+
+def test_unknown_format_suggests_the_nearest(write):
+    with pytest.raises(ConfigError, match="did you mean azure"):
+        TraceOptions(format="azur")
+    with pytest.raises(UnknownName, match="did you mean azure"):
+        find_format("azur", write(AZURE))
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("requests", (0, "many")),
+        ("time_scale", (-1.0, float("nan"))),
+        *(("length_scale", (0.0,)), ("max_tokens", (0,)), ("request_rate", (0.0,))),
+    ],
+)
+def test_invalid_trace_options_are_refused(option, values):
+    for value in values:
+        with pytest.raises(ConfigError, match=option):
+            TraceOptions(**{option: value})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["random:a", "round_robin:", "round_robin:a,a", "share:a", "share:a=-1", "share:a=0,b=1"],
+)
+def test_invalid_tenants_are_refused(write, text):
+    with pytest.raises(ConfigError, match="tenant"):
+        load_trace(write(AZURE), TraceOptions(tenants=text))
+
+
+def test_only_a_known_prefix_is_reusable():
+    """Of 2 + 3 + 3 segments 0, 2 and 1 are known; the last known one is after a new one."""
+    found = reusable(
+        trace(
+            request(1, 0, 0, 1, shared=[(0, 10), (1, 10)]),
+            request(2, 0, 5, 1, shared=[(0, 10), (1, 10)]),
+            request(3, 0, 0, 1, shared=[(7, 10), (1, 10), (8, 10)]),
+        ).requests
+    )
+
+    assert found.block_fraction == 3 / 8
+    assert found.token_fraction == 20 / (20 + 25 + 30)
+
+
+def test_recorded_conversations_are_37_percent_reusable():
+    loaded = load_trace(recorded("mooncake_conversation_trace.jsonl"))
+
+    found = reusable(loaded.requests)
+
+    assert len(loaded.requests) == 12_031
+    assert found.block_fraction == pytest.approx(0.366, abs=0.001)
+    assert found.token_fraction == pytest.approx(0.374, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("AzureLLMInferenceTrace_conv.csv", 19_366),
+        ("AzureLLMInferenceTrace_code.csv", 8_819),
+        ("vidur_arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv", 28_257),
+    ],
+)
+def test_recorded_traces_are_loaded_completely(name, count):
+    assert len(load_trace(recorded(name)).requests) == count

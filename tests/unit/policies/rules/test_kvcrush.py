@@ -12,6 +12,7 @@ import torch
 from quire.errors import ConfigError, UnknownName, UnsoundCombination
 from quire.eviction.eviction_rules import check_rules
 from quire.layout.statistics import AttentionSum, LowAttentionCount
+from quire.policies import choose, kvcrush
 from quire.policies.average import Average
 from quire.policies.base import LANE, LAYER
 from quire.policies.budgets.ada import Ada
@@ -32,7 +33,6 @@ from quire.policies.snapkv import SnapKV
 from quire.policies.value_norm import ValueNorm
 from quire.policies.view import KVView
 from support.histories import Slots, best, changed, retained_positions
-from support.native_selection import without_native_selection
 from support.pairwise import every_pair
 from support.plain_kvcrush import (
     history_of,
@@ -44,6 +44,12 @@ from support.plain_kvcrush import (
     plain_kvcrush,
     ragged_history,
 )
+
+
+def without_native_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (choose, context, kvcrush):
+        monkeypatch.setattr(module, "native_selection", lambda: None)
+
 
 BASES = [H2O(recent=4, sinks=2), H2O(power=2), SnapKV(window=4)]
 BASE = BASES[0]

@@ -1,4 +1,4 @@
-"""Pictures of the dashboard for the documents: python -m tests.screenshots (make screenshots)."""
+"""Pictures of the dashboard for the documents: python -m docs.screenshots (make screenshots)."""
 
 import sys
 import time
@@ -9,7 +9,7 @@ from playwright.sync_api import sync_playwright
 
 from tests.support.busy_server import CHROMIUM, LONG_TOKENS, Load, served
 
-FOLDER = Path(__file__).parents[1] / "docs" / "images"
+FOLDER = Path(__file__).parent / "images"
 SIZES = {"wide": {"width": 1280, "height": 860}, "narrow": {"width": 390, "height": 844}}
 SCHEMES = ("light", "dark")
 VIEWS = ("requests", "tenants", "prefixes", "plan", "pages", "overview")
@@ -21,6 +21,7 @@ CHARTS_MS = {"wide": 45_000, "narrow": 4000}
 
 
 def main():
+    """Write the pictures of a server under load."""
     if CHROMIUM is None:
         sys.exit("chromium is missing: apt-get install -y chromium")
     names = [name for name in sys.argv[1:] if name != "--all"]
@@ -66,6 +67,7 @@ def show(page, view):
 
 
 def select_request(page):
+    """Select a running request that evicts."""
     page.evaluate("location.hash = '#requests'")
     chosen = None
     while chosen is None:
