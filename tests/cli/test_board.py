@@ -1,5 +1,3 @@
-"""`quire board`: a run that resumes, and options that are refused."""
-
 import json
 import re
 

@@ -1,5 +1,3 @@
-"""`quire chat`: commands, the editor on a terminal, interrupts, and models without a template."""
-
 import io
 import json
 import re
@@ -227,7 +225,7 @@ def test_interrupt_stops_the_response_and_not_the_chat(quire, monkeypatch):
     assert len(first) < len(second)
 
 
-def test_model_without_a_chat_template_is_refused_with_the_reason(quire, tmp_path):
+def test_chat_templates_of_models_and_files_are_used_or_missed(quire, tmp_path):
     folder = tmp_path / "plain"
     shutil.copytree(ASSETS / "quire-tiny", folder)
     (folder / "chat_template.jinja").unlink()
@@ -240,8 +238,6 @@ def test_model_without_a_chat_template_is_refused_with_the_reason(quire, tmp_pat
     assert f"quire generate {folder} PROMPT" in result.stderr
     assert "pass --chat-template FILE" in result.stderr
 
-
-def test_chat_template_of_a_file_replaces_that_of_the_model(quire, tmp_path):
     template = tmp_path / "template.jinja"
     missing = quire("chat", *QUICK, "--chat-template", template, input="hello\n")
     template.write_text("One, two, {{ messages[-1].content }},")

@@ -1,5 +1,3 @@
-"""`quire demo` and `quire doctor` with small sizes."""
-
 import io
 import json
 

@@ -1,5 +1,3 @@
-"""`quire eval`: forms of the command line, results, resumed runs, verdicts, fidelity."""
-
 import json
 
 import pytest

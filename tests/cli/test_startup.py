@@ -1,5 +1,3 @@
-"""The status line while a model loads, what was loaded, and imports of the command line."""
-
 import gc
 import io
 import os

@@ -1,5 +1,3 @@
-"""`quire generate` and `quire serve` with two ranks."""
-
 import json
 import signal
 import subprocess

@@ -1,5 +1,3 @@
-"""Every example runs as it is, and prints what it promises."""
-
 import runpy
 import shutil
 import sys

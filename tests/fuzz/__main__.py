@@ -1,5 +1,3 @@
-"""`python -m tests.fuzz`, run in the repository's root."""
-
 import sys
 from pathlib import Path
 

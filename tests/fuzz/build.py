@@ -1,5 +1,3 @@
-"""Engines of cases."""
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress

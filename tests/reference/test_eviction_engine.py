@@ -399,16 +399,14 @@ def check_prefixes(jobs: dict, cached_tokens: dict[str, int]) -> None:
     assert largest_difference(cached.logits, fresh.logits) <= 1e-4
 
 
-def test_policies_share_prefixes_up_to_their_first_eviction():
+def test_cached_prefixes_are_shared_up_to_evictions_and_stored_statistics():
     prompt = [3 + i * i % 60 for i in range(50)]
     rules = {"first": "full", "recent": RULES["recent"], "keydiff": RULES["keydiff"]}
     rules |= {"decoding": f"recent:{BLOCKS},when=decode", "whole": "full"}
     cached = {"first": 0, "recent": CAP, "keydiff": CAP, "decoding": 48, "whole": 48}
     check_prefixes({name: (prompt, rule) for name, rule in rules.items()}, cached)
 
-
-def test_a_rule_with_statistics_starts_at_a_block_that_stores_them():
-    """The first prompt stores them at its last block, the second where it diverged from it."""
+    # the first prompt stores them at its last block, the second where it diverged from it
     same, rule = [3 + i * i % 60 for i in range(37)], f"h2o:{BLOCKS},recent=4,when=decode"
     jobs = {
         "first": ([*same, *[5] * 20], rule),

@@ -1,5 +1,3 @@
-"""Bodies: JSON as by `json.loads`, large bodies in threads, any structures, fields of refusals."""
-
 import ast
 import asyncio
 import json

@@ -1,5 +1,3 @@
-"""Prompts of chats in every API: contents, continued messages, turns, calls, chat templates."""
-
 import json
 from contextlib import suppress
 

@@ -1,5 +1,3 @@
-"""/v1/completions and /v1/chat/completions, whole and streamed: outputs equal those of Python."""
-
 import json
 import math
 import random

@@ -1,5 +1,3 @@
-"""Small endpoints: models, health, tokens, documentation, load, embeddings, dashboard."""
-
 import asyncio
 import base64
 import re

@@ -1,5 +1,3 @@
-"""Refused requests: status codes, error format, `param` and message."""
-
 import pytest
 
 from quire.errors import InvariantError

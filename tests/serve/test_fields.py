@@ -1,5 +1,3 @@
-"""Fields that the server does not read: ignored, refused or unknown fields."""
-
 import asyncio
 import json
 

@@ -1,5 +1,3 @@
-"""The KV memory through HTTP: ledger, events and their stream, pages, plans, requests, prefixes."""
-
 import asyncio
 import base64
 import json

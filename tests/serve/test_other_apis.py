@@ -1,5 +1,3 @@
-"""/v1/responses and /v1/messages: bodies, streams, tools and errors."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""Logs of requests, traces for OpenTelemetry, and GET /metrics."""
-
 import asyncio
 import importlib.util
 import json

@@ -1,5 +1,3 @@
-"""Reads what `quire` writes, and writes what it reads."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Triton's interpreter for tests of kernels on a CPU."""
-
 import importlib
 import subprocess
 from types import SimpleNamespace

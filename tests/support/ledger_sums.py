@@ -1,5 +1,3 @@
-"""Sums that every snapshot of a KV ledger must satisfy."""
-
 import json
 
 

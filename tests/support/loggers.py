@@ -1,5 +1,3 @@
-"""The configuration of loggers."""
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

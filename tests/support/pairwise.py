@@ -1,5 +1,3 @@
-"""Parameters of tests by pairwise choice."""
-
 from collections.abc import Iterable
 from itertools import combinations, product
 from typing import Any

@@ -1,5 +1,3 @@
-"""Small memories for example tests, and writing tokens into them."""
-
 import numpy as np
 
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction

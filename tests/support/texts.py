@@ -1,5 +1,3 @@
-"""Prompts with answers, for tests of evaluations."""
-
 from quire.evals.questions import DOCUMENT_START
 from quire.evals.tasks import make
 

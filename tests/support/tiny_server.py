@@ -1,5 +1,3 @@
-"""A server of quire-tiny for `support.forking.Program`."""
-
 import sys
 
 import torch

@@ -1,5 +1,3 @@
-"""The Grafana board, Prometheus' configuration, alerts and manifests fit the server."""
-
 import importlib
 import json
 import shutil

@@ -1,5 +1,3 @@
-"""The distribution: dependencies and extras, wheel tags, content of wheels and the sdist."""
-
 import ast
 import hashlib
 import json

@@ -84,7 +84,7 @@ def test_every_option_has_a_row(names, config) -> None:
         assert f"\n| `{field.name}` |" in rows
 
 
-def test_nothing_shipped_names_a_place_of_one_machine() -> None:
+def test_nothing_shipped_names_a_machine_or_commands_that_do_not_exist():
     found = {
         str(path.relative_to(ROOT)): place[0]
         for path in shipped_texts()
@@ -93,17 +93,7 @@ def test_nothing_shipped_names_a_place_of_one_machine() -> None:
     assert len(shipped_texts()) > 100
     assert found == {}
 
-
-def test_license_and_notice_name_what_is_shipped() -> None:
-    notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
-    shipped = sorted((ROOT / "src/quire/assets").iterdir())
-    assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text(encoding="utf-8")
-    for path in shipped:
-        assert path.suffix == ".md" or f"src/quire/assets/{path.name}" in notice, path.name
-
-
-def test_only_commands_that_exist_are_named_after_quire_bench() -> None:
-    """Others are `python -m benchmarks NAME`; the log keeps commands as they were run."""
+    # others are `python -m benchmarks NAME`; the log keeps commands as they were run
     pages = [p for p in shipped_texts() if p != ROOT / "docs/log.md"]
     top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "NOTICE")]
     sources = [*(ROOT / "benchmarks").rglob("*.py"), *pages, *top]
@@ -113,6 +103,14 @@ def test_only_commands_that_exist_are_named_after_quire_bench() -> None:
     named = set(re.findall(r"python -m benchmarks ([a-z][a-z-]*)", text))
     registered_commands = {command.name for command in benchmarks.registered_commands}
     assert named <= registered_commands | {"claims"}, named - registered_commands
+
+
+def test_license_and_notice_name_what_is_shipped() -> None:
+    notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
+    shipped = sorted((ROOT / "src/quire/assets").iterdir())
+    assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text(encoding="utf-8")
+    for path in shipped:
+        assert path.suffix == ".md" or f"src/quire/assets/{path.name}" in notice, path.name
 
 
 # ---- private attributes in tests -----------------------------------------------------------------

@@ -1,5 +1,3 @@
-"""The anthropic client: messages, streams, tools, errors."""
-
 import anthropic
 from checks import MESSAGES, MODEL, URL, check, run
 

@@ -1,5 +1,3 @@
-"""LangChain (langchain-openai): chats, batches, structured outputs, tools."""
-
 import asyncio
 from typing import Literal
 

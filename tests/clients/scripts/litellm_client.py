@@ -1,5 +1,3 @@
-"""LiteLLM: chats, streams, completions, structured outputs, tools, errors."""
-
 import asyncio
 import json
 import os

@@ -1,5 +1,3 @@
-"""The openai client: completions, chats, streams, structured outputs, tools, errors, retries."""
-
 import http.server
 import json
 import threading

@@ -1,5 +1,3 @@
-"""`LLM`: rejected arguments, streams, closing, threads: no call of one blocks forever."""
-
 import asyncio
 import gc
 import inspect

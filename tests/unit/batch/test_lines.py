@@ -1,5 +1,3 @@
-"""Batch files: lines of the input; records of the output, plain and in OpenAI's format."""
-
 import json
 from dataclasses import fields, replace
 

@@ -1,5 +1,3 @@
-"""`python -m benchmarks.claims`: a figure that disagrees with its measurement is found."""
-
 import json
 
 import pytest

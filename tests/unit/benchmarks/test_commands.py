@@ -1,5 +1,3 @@
-"""`python -m benchmarks NAME`: quick runs, refused options, tables and files; offload."""
-
 import csv
 import io
 import json

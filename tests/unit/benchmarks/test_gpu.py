@@ -1,5 +1,3 @@
-"""`python -m benchmarks gpu`, at toy sizes on a CPU."""
-
 import json
 from dataclasses import replace
 

@@ -1,5 +1,3 @@
-"""`benchmarks/guides`: figures of guides and of pages on the dashboard, serving and offload."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""The peers benchmark without engines: shapes, jobs, order, numbers, claims, rows, stored cells."""
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The rebatch benchmark: loads, the bound, counts of runs, claims."""
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,5 +1,3 @@
-"""The roofline benchmark: measured steps, their floors, claims and the tables of its page."""
-
 import json
 from dataclasses import asdict, replace
 

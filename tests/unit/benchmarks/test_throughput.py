@@ -1,5 +1,3 @@
-"""The throughput benchmark: its computation and its arms."""
-
 from dataclasses import replace
 
 import pytest

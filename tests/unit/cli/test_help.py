@@ -1,5 +1,3 @@
-"""`--help` shows the common options of a command in groups, `--help-all` all options."""
-
 import os
 import re
 import subprocess

@@ -1,5 +1,3 @@
-"""The whole command line: fast start, one-line errors, exit codes."""
-
 import os
 import subprocess
 import sys

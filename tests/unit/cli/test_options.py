@@ -1,5 +1,3 @@
-"""Command-line options are derived from the config dataclasses, with help and defaults."""
-
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated

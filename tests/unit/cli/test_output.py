@@ -1,5 +1,3 @@
-"""What commands write: JSON, colours, tables, the envelope of results, the progress line."""
-
 import io
 import json
 import os

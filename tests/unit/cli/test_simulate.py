@@ -1,5 +1,3 @@
-"""`quire simulate`: printed report, JSON, output files, and invalid input."""
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

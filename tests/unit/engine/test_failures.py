@@ -1,5 +1,3 @@
-"""Failing steps: which requests end with an error, which continue, and that no memory leaks."""
-
 from dataclasses import replace
 from itertools import count
 

@@ -1,5 +1,3 @@
-"""Steps as batches of equal size: split requests, padding, and that padding writes no KV."""
-
 from unittest.mock import Mock
 
 import torch

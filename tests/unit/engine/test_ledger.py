@@ -102,7 +102,7 @@ def test_bytes_of_a_tenant_are_the_sum_over_its_requests():
     assert [row["state"] for row in found["requests"]] == ["running"] * 3 + ["waiting"]
 
 
-def test_forks_split_shared_pages_equally_and_own_their_private_pages():
+def test_forks_share_bytes_and_evicting_requests_are_approximate():
     rows = LedgerOfRows()
     parent = rows.request(8)
     child = rows.request(8, row=fork(rows.memory, parent.memory.row))
@@ -115,8 +115,6 @@ def test_forks_split_shared_pages_equally_and_own_their_private_pages():
     assert second["exclusive_bytes"] == 384 + 2 * 256
     assert first["kv_bytes"] - 384 == second["kv_bytes"] - 384 - 2 * 256 == (4 * 256 + 384) // 2
 
-
-def test_request_with_evicted_tokens_is_approximate():
     rows = LedgerOfRows()
     whole, pruned = rows.request(10), rows.request(20)
     rows.evict(pruned, 3)

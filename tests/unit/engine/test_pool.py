@@ -1,5 +1,3 @@
-"""The KV memory of an engine: rejected sizes and options, cost of allocation, activations."""
-
 import mmap
 from unittest.mock import Mock
 

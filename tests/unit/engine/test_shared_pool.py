@@ -1,5 +1,3 @@
-"""Engines of several models that share one KV memory."""
-
 import random
 from dataclasses import replace
 

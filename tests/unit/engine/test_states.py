@@ -407,7 +407,7 @@ def test_only_a_public_prefix_is_shared_across_tenants_or_salts():
     assert usage.cached_tokens == 8
 
 
-def test_blocks_are_not_cached_after_an_eviction():
+def test_blocks_after_evictions_and_to_be_written_are_not_cached_or_evicted():
     """A cap of 8 tokens per lane: only blocks from before the first eviction are cached."""
     model = engines.load("llama")
     kv = {"evict": "recent:cap=8,every=2"}
@@ -418,9 +418,7 @@ def test_blocks_are_not_cached_after_an_eviction():
     assert usage.cached_tokens == 8
     assert first == second == other
 
-
-def test_tokens_that_the_same_step_has_yet_to_write_are_not_evicted():
-    """The second request matches 8 tokens, its cap, that the first computes in this step."""
+    # the second request matches 8 tokens, its cap, that the first computes in this step
     model = engines.load("llama")
     evict = "recent:cap=8,every=2,sinks=2"
     prompts = [PROMPT, [*PROMPT[:8], 4, 4, 4, 4]]

@@ -1,5 +1,3 @@
-"""Search of `quire tune`: space, prediction, halving, and a whole search that is resumed."""
-
 import json
 import re
 import subprocess

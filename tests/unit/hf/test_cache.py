@@ -1,5 +1,3 @@
-"""`QuireCache`: its arguments and those of forwards, its properties, and the wrapped model."""
-
 import copy
 import inspect
 import warnings

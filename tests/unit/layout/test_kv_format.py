@@ -1,5 +1,3 @@
-"""Codecs and KV formats: names, options, bytes of vectors, and the resulting lane groups."""
-
 import pytest
 
 from quire.errors import ConfigError, UnknownName

@@ -1,5 +1,3 @@
-"""ModelSpec: reading of config.json, derived values, and rejected models."""
-
 import dataclasses
 import json
 import math

@@ -1,5 +1,3 @@
-"""GGUF files: metadata, config, tokenizer and decoded weights, as Transformers reads them."""
-
 from collections.abc import Callable
 from functools import partial
 from importlib.machinery import PathFinder

@@ -1,5 +1,3 @@
-"""What is observed of layers: inputs and recomputed KV, residual similarity, output projections."""
-
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 

@@ -1,5 +1,3 @@
-"""RoPE: variants by request length, inverse and mean rotations, pre-RoPE keys, stored tables."""
-
 import pytest
 import torch
 from torch import Tensor

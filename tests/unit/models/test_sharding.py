@@ -1,5 +1,3 @@
-"""Linear layers divided over ranks: logits equal those of the whole model."""
-
 from dataclasses import replace
 
 import pytest

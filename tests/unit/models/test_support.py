@@ -1,5 +1,3 @@
-"""Unsupported models are refused by name or config, before weights are read; newer families run."""
-
 import json
 import sys
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Memory of packed weights: counted once, originals freed, and no second copy while loading."""
-
 import gc
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Weight offload: weights of a layer, links, the slot ring, and layer-major batches."""
-
 import threading
 from dataclasses import replace
 

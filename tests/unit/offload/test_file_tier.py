@@ -1,5 +1,3 @@
-"""The file tier: restarts, damage, several processes, and processes that are killed."""
-
 import errno
 import fcntl
 import os

@@ -1,5 +1,3 @@
-"""The Redis tier against a real server: login, TLS, expiry, limits, damage and outages."""
-
 import json
 import logging
 import socket

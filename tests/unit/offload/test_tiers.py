@@ -1,5 +1,3 @@
-"""Tiers: contract tests for all, then failures of CPU memory."""
-
 import random
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,5 +1,3 @@
-"""Ranks: their processes, errors that name a failed one, and collectives of torch."""
-
 import os
 import threading
 from collections.abc import Iterator

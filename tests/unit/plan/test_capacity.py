@@ -196,7 +196,7 @@ def peak(model: ModelSpec, tokens: int, sampled_rows: int = 0, bytes_per_value: 
     return estimate_activation_peak(model, max_num_batched_tokens=tokens, **options)
 
 
-def test_kv_memory_is_the_remainder_after_weights_activations_and_headroom():
+def test_kv_memory_is_the_remainder_after_weights_and_the_peak_of_activations():
     kv_bytes = auto_kv_memory(1000, 400, 100, 50)
     layout = MemoryLayout(headroom_bytes=50, kv_bytes=kv_bytes, **PARTS)
 
@@ -208,13 +208,9 @@ def test_kv_memory_is_the_remainder_after_weights_activations_and_headroom():
     with pytest.raises(ConfigError, match=r"kv_memory=501 B does not fit: 450 B remain of 1000 B"):
         MemoryLayout(headroom_bytes=50, kv_bytes=501, **PARTS)
 
-
-def test_activation_peak_is_the_maximum_of_attention_mlp_and_logits():
-    """Residual 2*16 values a token; attention 2*(4+2)*4 = 48; gated MLP 3*32 = 96; 2 bytes each.
-
-    10 tokens, no logits: 10 * (32 + 96) * 2 = 2560.
-    50 sampled rows: logits 50 * 100 * (2 + 8) = 50,000 > 1920, so 640 + 50,000.
-    """
+    # residual 2*16 values a token; attention 2*(4+2)*4 = 48; gated MLP 3*32 = 96; 2 bytes each
+    # 10 tokens, no logits: 10 * (32 + 96) * 2 = 2560
+    # 50 sampled rows: logits 50 * 100 * (2 + 8) = 50,000 > 1920, so 640 + 50,000
     assert peak(MODEL, 10) == 2560
     assert peak(MODEL, 10, sampled_rows=50) == 50_640
     with pytest.raises(ConfigError, match="max_num_batched_tokens=-1"):

@@ -1,5 +1,3 @@
-"""Bytes and FLOPs of a step and of its components."""
-
 from dataclasses import replace
 from typing import Any
 
@@ -173,7 +171,7 @@ def test_attention_cost_of_an_index_is_that_of_all_keys_and_of_the_selected_late
     assert parts["qkv"].weight_bytes == 2 * (2 * (2_688 + 1_280 + 3_584) + index)
 
 
-def test_parts_sum_to_the_roofline_of_the_step():
+def test_mixtures_read_selected_experts_and_parts_sum_to_the_step():
     """In addition to the weights and KV read: the new slots written and the embedding rows."""
     model = model_of()
     step = decode_step(model, batch=3, tokens=50)
@@ -182,8 +180,6 @@ def test_parts_sum_to_the_roofline_of_the_step():
     written, looked_up = 3 * model.kv_bytes_per_token(2), 3 * 16 * 2
     assert total_cost(parts).num_bytes == step.read_bytes + written + looked_up
 
-
-def test_mixture_multiplies_experts_per_token_and_reads_selected_experts():
     mixture = MixtureSpec(num_layers=2, num_experts=8, experts_per_token=2, expert_size=32)
     model, dense = model_of(mixture=mixture), model_of()
     rows = [RowTokens(new=1, before=9)]

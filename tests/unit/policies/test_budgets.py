@@ -1,5 +1,3 @@
-"""Budgets: known before prefill, divided over heads, and finalized from the cache of the prompt."""
-
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction

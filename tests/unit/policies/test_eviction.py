@@ -1,5 +1,3 @@
-"""Parsing of `--evict` and its resolution for a request: every refusal, every kind of cap."""
-
 import itertools
 from dataclasses import dataclass, field, replace
 

@@ -1,5 +1,3 @@
-"""Registry of policies and budgets: built-in, from installed packages, and refused ones."""
-
 from dataclasses import make_dataclass
 from importlib.metadata import EntryPoint
 from types import ModuleType

@@ -1,5 +1,3 @@
-"""Incremental detokenization: exact text, without incomplete characters; where an output ends."""
-
 from pathlib import Path
 
 import pytest

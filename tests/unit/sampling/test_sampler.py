@@ -1,5 +1,3 @@
-"""The sampler: batch invariance, reproducible draws, and isolated failures."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,5 +1,3 @@
-"""Several choices of one prompt, and beams: one prefill, forked pages, preempted as a group."""
-
 import random
 from dataclasses import replace
 from functools import cache

@@ -1,5 +1,3 @@
-"""Structured outputs: checks, compilation, and outputs of the engine that match their grammar."""
-
 import asyncio
 import json
 import random
@@ -178,7 +176,7 @@ def test_slow_compilation_is_refused_and_too_many_are_refused_for_now(compiler, 
     compiler.compile(StructuredOutputs(regex="c"))
 
 
-def test_model_whose_outputs_cannot_have_a_structure_is_refused(llm):
+def test_models_and_installations_without_structures_are_refused(llm, monkeypatch):
     words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
     no_decoder = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
 
@@ -191,8 +189,6 @@ def test_model_whose_outputs_cannot_have_a_structure_is_refused(llm):
             GrammarCompiler(tokenizer, vocab_size, end_ids).compile(StructuredOutputs(regex="a"))
         assert refused.value.param == "structured_outputs"
 
-
-def test_missing_package_is_refused_with_its_extra(llm, monkeypatch):
     def refuse(extra, feature):
         raise grammar.ConfigError(f"{feature} needs {extra}")
 

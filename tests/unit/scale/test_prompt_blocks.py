@@ -1,5 +1,3 @@
-"""Blocks of prompts: their hashes, those of bodies, and where they are cached."""
-
 import json
 from collections import OrderedDict
 

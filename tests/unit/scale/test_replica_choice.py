@@ -91,7 +91,7 @@ def test_a_repeated_ranking_moves_the_request():
     assert choice.num_open == 1
 
 
-def test_requests_of_a_lost_replica_are_forgotten():
+def test_lost_replicas_and_refused_requests_leave_no_load():
     choice, present = choice_of(), reports("r1", "r2")
     own = choice.rank("a", request(), present)[0]
 
@@ -102,9 +102,7 @@ def test_requests_of_a_lost_replica_are_forgotten():
     assert choice.num_open == 0
     assert choice.rank("b", request(), reports(*left)) == left
 
-
-def test_refused_requests_do_not_stay_in_the_load():
-    """Reports of a replica never include requests that it did not accept."""
+    # reports of a replica never include requests that it did not accept
     choice = choice_of("least_loaded")
     for n in range(40):
         choice.rank(f"refused{n}", request(), reports("r1", r1={REPORT: 1, RECEIVED: 0}))

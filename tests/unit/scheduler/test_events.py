@@ -73,7 +73,7 @@ def test_newest_filters_by_kind_number_and_count():
         EventLog().newest(["preempt"])
 
 
-def test_listener_receives_every_event_until_it_unsubscribes():
+def test_listeners_receive_events_until_they_unsubscribe_or_raise(caplog):
     log, events, events_before = EventLog(), [], []
     log.subscribe(events.append)
     log.subscribe(events_before.append)
@@ -85,8 +85,6 @@ def test_listener_receives_every_event_until_it_unsubscribes():
     assert [event.kind for event in events] == ["chunk", "freed"]
     assert [event.kind for event in events_before] == ["chunk"]
 
-
-def test_listener_that_raises_is_removed_and_others_continue(caplog):
     log, events, broken = EventLog(), [], Mock(side_effect=RuntimeError("no more"))
     log.subscribe(broken)
     log.subscribe(events.append)

@@ -1,5 +1,3 @@
-"""Tenants that share a memory: charges, accounts and meters, shares, guarantees and limits."""
-
 import hashlib
 import random
 from dataclasses import replace

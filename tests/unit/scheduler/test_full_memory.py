@@ -1,5 +1,3 @@
-"""Full memory: refusals and their advice, and requests that cannot proceed."""
-
 import re
 from dataclasses import replace
 
@@ -356,7 +354,7 @@ def test_advice_is_what_admits_the_request_or_its_beams():
     )
 
 
-def test_windows_need_shorter_chunks_but_no_cap():
+def test_needs_are_counted_with_windows_and_the_largest_chunk():
     """24 tokens and a chunk of 64 are more than 32 pages of 4 layers; shorter chunks fit."""
     peaks, small = (peaks_of(*4 * [WINDOW], columns=columns) for columns in (32, 24))
     advice = "shorten the prompt or raise --kv-memory to 14KiB"
@@ -365,9 +363,7 @@ def test_windows_need_shorter_chunks_but_no_cap():
     assert not small.fits_alone(need(100, 1))
     assert possible_changes(small, need(100, 1), 1) == advice
 
-
-def test_peak_is_counted_with_the_largest_chunk_that_fits():
-    """4 layers of 25 pages: 2 staging slots hold 24 of them in 48 pages, one in 24."""
+    # 4 layers of 25 pages: 2 staging slots hold 24 of them in 48 pages, one in 24
     for columns, slots in ((56, 2), (30, 1)):
         peaks = peaks_of(*4 * [FULL], columns=columns, offload_tokens=1000)
 

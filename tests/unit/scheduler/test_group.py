@@ -1,5 +1,3 @@
-"""Groups: which member is prefilled, the forks, shared pages, and groups that are preempted."""
-
 import random
 
 import numpy as np

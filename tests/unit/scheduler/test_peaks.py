@@ -1,5 +1,3 @@
-"""Peak pages of sequences and rows of static batches, as memories are filled."""
-
 from dataclasses import replace
 
 import numpy as np
@@ -87,7 +85,7 @@ def test_counted_peak_is_a_tight_upper_bound(lengths, every, retained, when):
     assert counted - most <= 2 * -(-need.eviction.every // PAGE_TOKENS)
 
 
-def test_lanes_with_one_cap_reach_the_counted_peak():
+def test_lanes_reach_peaks_of_one_or_their_own_caps():
     """A short sequence needs only its tokens, below any cap."""
     for when in SCHEDULES:
         for cap in (8, 13):
@@ -97,9 +95,7 @@ def test_lanes_with_one_cap_reach_the_counted_peak():
         need = Need(9, 5, EvictionSpec(cap=500, every=3, when=when, ragged=True))
         assert pages(peaks_of(None), need) == [2 * 3]
 
-
-def test_peaks_of_lanes_with_caps_of_their_own():
-    """Layer pages have the least cap of their heads; ragged caps need one more page per lane."""
+    # layer pages have the least cap of their heads; ragged caps need one more page per lane
     own = Need(100, 90, EvictionSpec(cap=10, every=2, lane_capacities=(4, 16, 8, 12)))
     no_cap = Need(100, 90, EvictionSpec(cap=10, every=2, lane_capacities=(8, 1 << 40)))
     even, ragged = (EvictionSpec(cap=8, every=2, ragged=ragged) for ragged in (False, True))

@@ -397,7 +397,7 @@ def test_invalid_tenants_are_refused(write, text):
         load_trace(write(AZURE), TraceOptions(tenants=text))
 
 
-def test_only_a_known_prefix_is_reusable():
+def test_known_prefixes_are_reusable_also_in_recorded_conversations():
     """Of 2 + 3 + 3 segments 0, 2 and 1 are known; the last known one is after a new one."""
     found = reusable(
         trace(
@@ -410,8 +410,6 @@ def test_only_a_known_prefix_is_reusable():
     assert found.block_fraction == 3 / 8
     assert found.token_fraction == 20 / (20 + 25 + 30)
 
-
-def test_recorded_conversations_are_37_percent_reusable():
     loaded = load_trace(recorded("mooncake_conversation_trace.jsonl"))
 
     found = reusable(loaded.requests)

@@ -1,5 +1,3 @@
-"""Training: a run resumes exactly, its output is a Llama, and the components of its recipe."""
-
 import json
 import lzma
 from importlib.resources import files

@@ -1,5 +1,3 @@
-"""The leaderboard: its grid, its rows and its pages."""
-
 import math
 import re
 from dataclasses import replace

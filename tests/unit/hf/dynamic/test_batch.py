@@ -1,5 +1,3 @@
-"""`DynamicBatch`: order, preemption, memory, failed forwards, moved queries, masks."""
-
 import random
 from dataclasses import replace
 

@@ -188,7 +188,7 @@ def test_scissorhands_counts_low_attention(group, heads, by_share):
     check(Scissorhands(heads=heads, share=by_share), history, reference, share=0.7)
 
 
-def test_knorm_retains_keys_with_the_smallest_norm():
+def test_keys_with_small_norms_or_unlike_the_mean_are_retained():
     history = make_history()
 
     def reference(lane, keep):
@@ -198,8 +198,6 @@ def test_knorm_retains_keys_with_the_smallest_norm():
 
     check(KNorm(sinks=1, recent=2), history, reference)
 
-
-def test_keydiff_retains_keys_min_similar_to_the_mean_direction():
     history = make_history(seed=1)
 
     def reference(lane, keep):
