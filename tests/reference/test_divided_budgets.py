@@ -72,7 +72,7 @@ def test_lanes_hold_at_max_the_cap_on_average_at_every_step(rule, budget, piece)
 
 
 @budgets
-def test_under_pressure_lanes_are_reduced_to_the_cap_on_average(budget):
+def test_lanes_are_reduced_to_the_cap_on_average_within_the_admission_bound(budget):
     """A request is divided when it evicts; while it is not pressed it holds all tokens."""
     pressed: dict[str, int] = {}
 
@@ -93,6 +93,12 @@ def test_under_pressure_lanes_are_reduced_to_the_cap_on_average(budget):
 
     assert set(pressed) == set(PROMPTS)
     assert all(usage.evicted_tokens for usage in done.usages.values())
+
+    # unequal lanes need at most one more page each than equal ones
+    text = rule_of(RULES[0], budget, PREFILL_AND_DECODE)
+    wide = run_watched(text)
+    needed = max(usage.kv_peak_bytes for usage in wide.usages.values())
+    assert run_watched(text, memory=4 * needed).traces() == wide.traces()
 
 
 def test_a_division_without_eviction_under_pressure_is_undone():
@@ -117,15 +123,6 @@ def test_a_preempted_request_is_divided_as_without_preemption(budget, preempt):
     often = run_watched(text, host=host, preempt=preempt, preempts=3)
     assert sum(usage.preemptions for usage in often.usages.values()) > 0
     assert often.traces() == run_watched(text).traces()
-
-
-@budgets
-def test_memory_of_the_admission_bound_suffices_without_preemption(budget):
-    """Unequal lanes need at most one more page each than equal ones."""
-    text = rule_of(RULES[0], budget, PREFILL_AND_DECODE)
-    wide = run_watched(text)
-    needed = max(usage.kv_peak_bytes for usage in wide.usages.values())
-    assert run_watched(text, memory=4 * needed).traces() == wide.traces()
 
 
 _WIDE_VALUES = HeadShape(query_heads=4, kv_heads=2, key_dim=8, value_dim=16)

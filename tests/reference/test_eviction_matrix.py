@@ -304,7 +304,7 @@ def _say_near_ties():
 
 
 @cases
-def test_a_cap_over_all_tokens_gives_the_logits_without_eviction(case):
+def test_retained_tokens_depend_on_the_cap_but_not_on_pages_batches_or_chunks(case):
     requested = case.requests.items()
     evict = {name: case.with_cap(NEVER_REACHED, option) for name, (_, option) in requested}
     if case.budget == "uniform":  # the last answer is never processed
@@ -313,9 +313,6 @@ def test_a_cap_over_all_tokens_gives_the_logits_without_eviction(case):
     assert not any(usage.evicted_tokens for usage in capped.usages.values())
     assert largest_difference(full.logits, capped.logits) == 0
 
-
-@cases
-def test_retained_tokens_do_not_depend_on_pages_batches_or_chunks(case):
     others = [{"max_num_seqs": 1}, {"chunk_tokens": 7, "max_num_batched_tokens": 40}]
     if case.granularity != PAGE and case.when != PRESSURE:  # which evicts whole pages
         others += [{"page_tokens": 1}, {"page_tokens": 16}]

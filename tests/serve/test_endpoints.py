@@ -40,7 +40,7 @@ def test_model_card_has_the_longest_length_and_the_served_name(get, llm, send):
 
 
 @pytest.mark.parametrize("keys", [None, KEYS])
-def test_the_root_names_paths_that_exist_and_needs_no_key(serve, get, keys):
+def test_the_root_names_paths_and_the_page_can_send_a_key_if_tenants_have_keys(serve, get, keys):
     async def main(client):
         root = (await client.get("/")).json()
         pages = {name: await client.get(path) for name, path in root["paths"].items()}
@@ -53,6 +53,19 @@ def test_the_root_names_paths_that_exist_and_needs_no_key(serve, get, keys):
     assert statuses == {"documentation": 200, "health": 200, "dashboard": 200}
     assert "dashboard" not in get("/", dashboard=False).json()["paths"]
     assert get("/version").json() == {"version": __version__}
+
+    schema = get("/openapi.json", tenant_keys=keys).json()
+    schemes = schema["components"].get("securitySchemes")
+    paths = {p: [o.get("security") for o in found.values()] for p, found in schema["paths"].items()}
+
+    if keys is None:
+        assert schemes is None
+        assert all(not any(found) for found in paths.values())
+        return
+    [scheme] = schemes.values()
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    for path in ("/v1/chat/completions", "/v1/kv/prefixes", "/metrics", "/v1/models"):
+        assert paths[path] == [[{"API key": []}]]
 
 
 def test_tokenize_and_detokenize_a_text_or_a_chat(post, llm):
@@ -138,22 +151,6 @@ def test_documentation_needs_no_key_and_no_other_host(serve):
     assert [found.status_code for found in files] == [200] * 3
     assert sum(len(found.content) for found in files) > 1_000_000
     assert "/v1/chat/completions" in schema.json()["paths"]
-
-
-@pytest.mark.parametrize("keys", [None, KEYS])
-def test_the_page_can_send_a_key_if_tenants_have_keys(get, keys):
-    schema = get("/openapi.json", tenant_keys=keys).json()
-    schemes = schema["components"].get("securitySchemes")
-    paths = {p: [o.get("security") for o in found.values()] for p, found in schema["paths"].items()}
-
-    if keys is None:
-        assert schemes is None
-        assert all(not any(found) for found in paths.values())
-        return
-    [scheme] = schemes.values()
-    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
-    for path in ("/v1/chat/completions", "/v1/kv/prefixes", "/metrics", "/v1/models"):
-        assert paths[path] == [[{"API key": []}]]
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])

@@ -68,15 +68,11 @@ CONFIGS = [found for section in SECTIONS for found in configs_of(section)]
 
 
 @pytest.mark.parametrize(("names", "config"), CONFIGS)
-def test_every_option_says_what_it_is_for(names, config) -> None:
+def test_every_option_says_what_it_is_for_and_has_a_row(names, config):
     documented = documented_attributes(config.__doc__ or "")
     for field in fields(config):
         info = field.metadata.get("option", OptionInfo())
         assert info.help or documented.get(field.name, ""), field.name
-
-
-@pytest.mark.parametrize(("names", "config"), CONFIGS)
-def test_every_option_has_a_row(names, config) -> None:
     table = (ROOT / "docs/reference/options.md").read_text(encoding="utf-8")
     _, _, after = table.partition(f"`[{'.'.join(names)}]`\n")
     rows = after.split("\n## ")[0]

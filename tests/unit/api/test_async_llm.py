@@ -110,7 +110,7 @@ async def test_outputs_of_one_submission_are_in_submission_order(llm):
 
 
 @with_llm
-async def test_breaking_out_of_the_stream_loop_and_closing_it_cancel_the_request(llm):
+async def test_leaving_a_stream_and_cancelling_its_task_or_request_end_it(llm):
     async for _ in llm.stream([3, 4], LONG):
         break
     await check_cancelled(llm)
@@ -118,15 +118,19 @@ async def test_breaking_out_of_the_stream_loop_and_closing_it_cancel_the_request
         await anext(deltas)
     await check_cancelled(llm)
 
-
-@with_llm
-async def test_cancelling_a_task_cancels_its_request(llm):
     task = asyncio.create_task(llm.generate([3, 4], LONG))
     await until(llm, lambda stats: stats.num_running)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     await check_cancelled(llm)
+
+    outputs = await llm.submit([long([3, 4])])
+    await anext(outputs)
+    outputs.cancel()
+    *others, last = [delta.finish_reason async for delta in outputs]
+    assert last == "abort"
+    assert set(others) <= {None}
 
 
 @pytest.mark.parametrize("submitted", [True, False])
@@ -161,17 +165,7 @@ async def test_task_cancelled_during_submission_leaves_no_request(llm, submitted
 
 
 @with_llm
-async def test_cancelled_stream_ends_with_abort(llm):
-    outputs = await llm.submit([long([3, 4])])
-    await anext(outputs)
-    outputs.cancel()
-    *others, last = [delta.finish_reason async for delta in outputs]
-    assert last == "abort"
-    assert set(others) <= {None}
-
-
-@with_llm
-async def test_refused_request_does_not_affect_running_requests(llm):
+async def test_refused_requests_affect_their_own_submission_only(llm):
     running = asyncio.create_task(llm.generate([3, 4], engines.greedy(20)))
     with pytest.raises(RequestError, match="empty"):
         await llm.generate([])
@@ -186,9 +180,6 @@ async def test_refused_request_does_not_affect_running_requests(llm):
     assert len((await running).token_ids) == 20
     assert llm.is_alive
 
-
-@with_llm
-async def test_one_refused_request_cancels_the_rest_of_its_submission(llm):
     with pytest.raises(RequestError, match="is in use: use another id"):
         await llm.submit([long([3], "same"), long([4], "same")])
     await check_cancelled(llm)

@@ -83,9 +83,14 @@ def options(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_engine_retains_the_tokens_that_the_model_attends_to(name, rule):
+def test_engine_and_cache_retain_the_tokens_that_the_model_attends_to(name, rule):
     engine = Engine(load(name, times=2), kv_config(**options(rule)))
     assert kept_by_engine(engine, rule) == attended_most(name, rule)
+    model = zoo.build(name, times=2)
+    with QuireCache(model, RULES[rule], CAP, when="prefill_end") as cache:
+        model(torch.tensor([PROMPT]), past_key_values=cache)
+        kept = [cache.retained_positions(0, layer) for layer in range(LAYERS)]
+    assert kept == attended_most(name, rule)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -97,15 +102,6 @@ def test_engine_with_a_restored_prefix_retains_the_same_tokens(name, rule, tmp_p
         restored = engine.events.newest(["prefix_loaded"])
         engine.close()
     assert restored
-    assert kept == attended_most(name, rule)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_cache_retains_the_tokens_that_the_model_attends_to(name, rule):
-    model = zoo.build(name, times=2)
-    with QuireCache(model, RULES[rule], CAP, when="prefill_end") as cache:
-        model(torch.tensor([PROMPT]), past_key_values=cache)
-        kept = [cache.retained_positions(0, layer) for layer in range(LAYERS)]
     assert kept == attended_most(name, rule)
 
 

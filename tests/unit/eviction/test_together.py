@@ -304,7 +304,7 @@ def view_of(lanes, heads):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_view_is_that_of_one_rank(size):
+def test_view_is_that_of_one_rank_and_each_gets_its_part_of_a_decision(size):
     expected = view_of(torch.arange(LANES), HEADS)
 
     def seen(group):
@@ -319,9 +319,6 @@ def test_view_is_that_of_one_rank(size):
         assert torch.equal(view.positions, expected.positions)
         assert torch.equal(view.statistic(AttentionSum()), expected.statistic(AttentionSum()))
 
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_each_rank_gets_its_part_of_a_decision(size):
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(LANES, SLOTS, generator=generator).argsort(dim=1) < 3
 

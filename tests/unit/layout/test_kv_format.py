@@ -227,7 +227,7 @@ def test_full_precision_tokens_use_one_page_per_lane_for_any_length():
 
 
 @pytest.mark.parametrize("heads_apart", [False, True])
-def test_full_precision_group_has_the_lanes_and_heads_of_its_group(heads_apart):
+def test_full_precision_and_promoted_tokens_have_pages_of_their_groups_lanes(heads_apart):
     layout = layout_of("int4+sinks=1", evicting=True, heads_apart=heads_apart)
     full, exact = layout.groups[:2]
 
@@ -237,10 +237,7 @@ def test_full_precision_group_has_the_lanes_and_heads_of_its_group(heads_apart):
     assert layout.groups[-1].name == "window_64.full_precision"
     assert fixed_bytes == exact.num_lanes * exact.page_class.page_bytes
 
-
-@pytest.mark.parametrize("heads_apart", [False, True])
-def test_promoted_tokens_use_one_page_per_evicting_lane(heads_apart):
-    """Window lanes are not evicted by a rule; keys in int8, values in fp8, one position each."""
+    # window lanes are not evicted by a rule; keys in int8, values in fp8, one position each
     codec = "int2+residual=9+promoted=7:int8/fp8"
     assert all(group.promoted is None for group in layout_of(codec).groups)
     layout = layout_of(codec, evicting=True, heads_apart=heads_apart)

@@ -206,7 +206,7 @@ def test_embedding_reads_the_packed_weight_of_a_tied_head(products):
 
 
 @FORMS
-def test_derived_and_hooked_layers_and_other_types_are_not_converted(convert, form):
+def test_shared_layers_are_converted_once_and_derived_ones_not(convert, form):
     def linear(kind=nn.Linear, inner=32, dtype=torch.bfloat16):
         return kind(inner, 32, dtype=dtype)
 
@@ -222,6 +222,11 @@ def test_derived_and_hooked_layers_and_other_types_are_not_converted(convert, fo
     found = convert(nn.Sequential(*plain, hooked, before, derived, *others))
 
     assert list(found) == ["0", "1"][: len(plain)]
+
+    shared = nn.Linear(32, 32, dtype=torch.bfloat16)
+    model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
+    assert list(convert(model)) == ["0.0"]
+    assert model[0][0] is model[1][0]
 
 
 @pytest.mark.parametrize("form", ["packed"])
@@ -242,25 +247,14 @@ def test_layers_of_modules_left_alone_are_not_packed(products):
     assert [isinstance(one, PackedLinear) for one in (model[0][0], model[1])] == [False, True]
 
 
-@FORMS
-def test_shared_layer_is_converted_once(convert):
-    shared = nn.Linear(32, 32, dtype=torch.bfloat16)
-    model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
-    assert list(convert(model)) == ["0.0"]
-    assert model[0][0] is model[1][0]
-
-
 @pytest.mark.parametrize("form", ["widened"])
-def test_layers_that_share_a_weight_share_the_widened_weight(convert):
+def test_widened_weights_are_shared_by_layers_and_fold_queries_of_latents(convert):
     first, second = nn.Linear(8, 8, dtype=torch.bfloat16), nn.Linear(8, 8, dtype=torch.bfloat16)
     second.weight = first.weight
     model = nn.Sequential(first, second)
     assert list(convert(model)) == ["0", "1"]
     assert model[0].weight is model[1].weight
 
-
-@pytest.mark.parametrize("form", ["widened"])
-def test_queries_are_folded_by_widened_projections_of_latents(convert):
     model = zoo.build("deepseek_v2", dtype=torch.bfloat16)
     heads = latent_heads(model)[0]
     query, out = torch.randn(3, 4, 20).bfloat16(), torch.randn(3, 4, 16).bfloat16()
@@ -428,12 +422,19 @@ def test_codec_is_loaded_with_each_implementation(name, impl, codec, tmp_path):
 
 
 @needs_products
-def test_embedding_tied_to_a_quantized_head_reads_the_decoded_rows() -> None:
+def test_decoded_weights_are_those_of_tied_embeddings_and_can_be_coded_again(tmp_path):
     model = TransformersDecoder(zoo.build("llama_mqa"), codec="int8").model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert isinstance(embedding, PackedEmbedding)
     assert embedding.packed is head.packed
     assert torch.equal(embedding(torch.arange(5)), head.weight[:5])
+
+    write_checkpoint(tmp_path, "llama", FORMATS[0])
+    plain = load_model(tmp_path, device="cpu", dtype="bfloat16")
+    coded = load_model(tmp_path, device="cpu", dtype="bfloat16", weight_codec="int8")
+    assert load_model(tmp_path, device="cpu").decoder.dtype == torch.float32
+    assert plain.decoder.dtype == torch.bfloat16
+    assert coded.weight_bytes < plain.weight_bytes
 
 
 @needs_products
@@ -619,16 +620,6 @@ def test_coded_layers_are_decoded(name: str, options: dict[str, object], tmp_pat
     found = flat_logits(loaded.decoder, [prompt], chunk_tokens=[4])
     assert len(decoded) == 2 * 7
     torch.testing.assert_close(found, plain_logits(plain, prompt), atol=1e-3, rtol=0)
-
-
-@needs_products
-def test_decoded_weights_have_the_requested_dtype_and_can_be_quantized_again(tmp_path: Path):
-    write_checkpoint(tmp_path, "llama", FORMATS[0])
-    plain = load_model(tmp_path, device="cpu", dtype="bfloat16")
-    coded = load_model(tmp_path, device="cpu", dtype="bfloat16", weight_codec="int8")
-    assert load_model(tmp_path, device="cpu").decoder.dtype == torch.float32
-    assert plain.decoder.dtype == torch.bfloat16
-    assert coded.weight_bytes < plain.weight_bytes
 
 
 @pytest.mark.parametrize(

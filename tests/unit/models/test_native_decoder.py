@@ -38,15 +38,12 @@ def native(name: str, codec: str | None = None, **options: object) -> NativeDeco
 
 
 @pytest.mark.parametrize("name", zoo.NATIVE)
-def test_ragged_chunked_batches_give_transformers_logits(name: str) -> None:
+def test_ragged_batches_give_transformers_logits_and_bfloat16_is_near(name):
     prompts = sequences(21, 13, 1, 17, vocab_size=zoo.VOCAB_SIZE)
     ours = flat_logits(native(name), prompts, chunk_tokens=[6, 5, 1, 1, 64])
     torch.testing.assert_close(ours, plain_logits(zoo.build(name), *prompts), atol=1e-4, rtol=0)
 
-
-@pytest.mark.parametrize("name", zoo.NATIVE)
-def test_bfloat16_is_near_float32(name: str) -> None:
-    """As near as the bfloat16 layers of Transformers are, which round after every operation."""
+    # as near as the bfloat16 layers of Transformers are, which round after every operation
     prompts = sequences(30, 5, vocab_size=zoo.VOCAB_SIZE)
     model = zoo.build(name, dtype=torch.bfloat16)
     theirs, expected = plain_logits(model, *prompts), plain_logits(model.float(), *prompts)

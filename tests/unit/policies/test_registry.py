@@ -168,7 +168,7 @@ UNKNOWN = [
 
 
 @pytest.mark.usefixtures("temporary_registrations")
-def test_same_class_can_be_registered_again():
+def test_classes_can_be_registered_again_and_budgets_need_plain_defaults():
     registry.register("recent")(Recent)
     registry.register_budget("uniform")(Uniform)
     with pytest.raises(ConfigError, match="two budgets are called 'uniform'"):
@@ -177,6 +177,14 @@ def test_same_class_can_be_registered_again():
         )
     with pytest.raises(ConfigError, match="two policies are called 'recent'"):
         registry.register("recent")(make_dataclass("Other", [], bases=(Recent,), frozen=True))
+
+    nested = make_dataclass(
+        "Nested", [("rule", EvictionPolicy, Recent())], bases=(Budget,), frozen=True
+    )
+    with pytest.raises(ConfigError, match="budget 'odd' is not a dataclass"):
+        registry.register_budget("odd")(type("Plain", (Budget,), {}))
+    with pytest.raises(ConfigError, match="option 'rule' of budget 'odd' needs a default of type"):
+        registry.register_budget("odd")(nested)
 
 
 @pytest.mark.usefixtures("temporary_registrations")
@@ -187,17 +195,6 @@ def test_schedule_option_names_are_reserved(name):
     expected = f"option '{name}' of policy 'reserved' is reserved for the schedule"
     with pytest.raises(ConfigError, match=expected):
         registry.register("reserved")(reserved)
-
-
-@pytest.mark.usefixtures("temporary_registrations")
-def test_budget_that_is_not_a_dataclass_with_plain_defaults_is_refused():
-    nested = make_dataclass(
-        "Nested", [("rule", EvictionPolicy, Recent())], bases=(Budget,), frozen=True
-    )
-    with pytest.raises(ConfigError, match="budget 'odd' is not a dataclass"):
-        registry.register_budget("odd")(type("Plain", (Budget,), {}))
-    with pytest.raises(ConfigError, match="option 'rule' of budget 'odd' needs a default of type"):
-        registry.register_budget("odd")(nested)
 
 
 @pytest.mark.parametrize(

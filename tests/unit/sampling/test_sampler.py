@@ -277,7 +277,9 @@ def test_undecodable_tokens_count_in_log_probabilities_and_are_not_listed(undeco
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_undecodable_tokens_are_sampled_by_rows_that_name_them(undecodable, native, temperature):
+def test_undecodable_tokens_are_sampled_if_named_and_rows_without_tokens_fail(
+    undecodable, native, temperature, sampler
+):
     sampler = Sampler(VOCAB, EOS, undecodable_ids=undecodable, native=native)
     logits, named = random_logits(5), undecodable[1]
     logits[:, list(undecodable)] = 40.0
@@ -294,6 +296,12 @@ def test_undecodable_tokens_are_sampled_by_rows_that_name_them(undecodable, nati
     assert token_ids[2] not in undecodable
     alone = [sampler.sample(logits[i : i + 1], [row])[0].token_id for i, row in enumerate(rows)]
     assert alone == token_ids
+
+    banned = {"allowed_token_ids": (3,), "bad_token_ids": ((3,),), "logprobs": 1}
+    empty = SamplingParams(temperature=temperature, **banned)
+    tokens = sampler.sample(random_logits(2), [Row(empty), Row(SamplingParams())])
+    assert "allowed_token_ids" in tokens[0].error
+    assert tokens[1].error is None
 
 
 def test_logits_are_copied_only_if_undecodable_tokens_are_between_others():
@@ -342,15 +350,6 @@ def test_row_with_non_finite_logits_fails_alone(sampler, value, options):
     assert broken.token_id == NO_TOKEN
     assert broken.error == "the model returned NaN or infinite logits"
     assert (first, last) == (expected[0], expected[2])
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_row_without_allowed_tokens_fails_alone(sampler, temperature):
-    banned = {"allowed_token_ids": (3,), "bad_token_ids": ((3,),), "logprobs": 1}
-    empty = SamplingParams(temperature=temperature, **banned)
-    tokens = sampler.sample(random_logits(2), [Row(empty), Row(SamplingParams())])
-    assert "allowed_token_ids" in tokens[0].error
-    assert tokens[1].error is None
 
 
 def test_rows_are_those_of_the_logits_and_non_finite_prompt_logits_refused(sampler):

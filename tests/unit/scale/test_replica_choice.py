@@ -46,12 +46,19 @@ def test_a_repeated_prompt_returns_to_its_replica():
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_requests_of_one_moment_are_spread(name):
+def test_requests_are_spread_and_no_replicas_or_empty_blocks_refused(name):
     choice = choice_of(name)
 
     chosen = [choice.rank(str(n), request(1000 * n), reports(*REPLICAS))[0] for n in range(50)]
 
     assert {chosen.count(replica) for replica in REPLICAS} == {10}
+
+    router = make_router(RouterConfig(name=name), block_tokens=BLOCK)
+    assert isinstance(router, Router)
+    with pytest.raises(ConfigError, match="expected at least one replica"):
+        router.choose(asking(), [])
+    with pytest.raises(ConfigError, match="block_tokens of 1 or more, got 0"):
+        make_router(RouterConfig(name=name), block_tokens=0)
 
 
 def test_a_loaded_replica_is_avoided_until_its_next_report():
@@ -267,16 +274,6 @@ def test_choice_is_a_given_replica_and_equal_calls_give_equal_choices(name, step
                 router.note_lost(value)
         if kind == "finish" and value < len(sent):
             del sent[value]
-
-
-@pytest.mark.parametrize("name", ROUTERS)
-def test_no_replicas_and_empty_blocks_are_refused(name):
-    router = make_router(RouterConfig(name=name), block_tokens=BLOCK)
-    assert isinstance(router, Router)
-    with pytest.raises(ConfigError, match="expected at least one replica"):
-        router.choose(asking(), [])
-    with pytest.raises(ConfigError, match="block_tokens of 1 or more, got 0"):
-        make_router(RouterConfig(name=name), block_tokens=0)
 
 
 def test_round_robin_takes_turns_and_least_loaded_counts_requests_then_tokens_then_kv():

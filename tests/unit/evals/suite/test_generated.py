@@ -30,7 +30,7 @@ def options(**changed):
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_samples_fit_the_length_and_are_deterministic(name):
+def test_samples_fit_are_deterministic_and_score_1_with_their_answer_only(name):
     found = task_of(name).samples(options())
 
     assert found == task_of(name).samples(options())
@@ -46,6 +46,15 @@ def test_samples_fit_the_length_and_are_deterministic(name):
             assert sample.prompt.endswith(sample.question)
             answers = {answer.strip() for answer in sample.references}
             assert answers.isdisjoint(sample.question.split())
+
+    task = task_of(name)
+    [sample] = task.samples(options(count=1))
+
+    [right] = task.score(sample, ", ".join(sample.references) + " and more").values()
+    [wrong] = task.score(sample, "%").values()
+    assert (right, wrong) == (1.0, 0.0)
+    if name == "niah_multivalue":  # some of several answers score their fraction
+        assert task.score(sample, sample.references[2]) == {"found": 0.25}
 
 
 @pytest.fixture(scope="module")
@@ -92,18 +101,6 @@ def test_only_an_eviction_before_the_question_can_lose_an_answer_of_one_token(sc
         for rule in ("full", fits)
     )
     assert full == after
-
-
-@pytest.mark.parametrize("name", GENERATED)
-def test_the_answer_scores_1_and_another_text_0(name):
-    task = task_of(name)
-    [sample] = task.samples(options(count=1))
-
-    [right] = task.score(sample, ", ".join(sample.references) + " and more").values()
-    [wrong] = task.score(sample, "%").values()
-    assert (right, wrong) == (1.0, 0.0)
-    if name == "niah_multivalue":  # some of several answers score their fraction
-        assert task.score(sample, sample.references[2]) == {"found": 0.25}
 
 
 @pytest.mark.parametrize("name", NEW)

@@ -110,7 +110,7 @@ def test_static_batch_runs_to_completion_and_reports_queries_early():
 
 
 @pytest.mark.parametrize("rule", CHANGING)
-def test_no_row_is_idle_while_queries_wait(rule):
+def test_rows_are_not_idle_and_preempted_ones_resume_with_equal_completions(rule):
     batch = DynamicBatch(build("llama"), batch_size=2, batcher=rule)
     for i, prompt in enumerate(PROMPTS):
         batch.submit(prompt, 3 + i)
@@ -118,9 +118,6 @@ def test_no_row_is_idle_while_queries_wait(rule):
         batch.step()
         assert not batch.last.queued or batch.last.live == batch.last.rows == 2
 
-
-@pytest.mark.parametrize("rule", CHANGING)
-def test_preempted_rows_resume_below_the_threshold_with_equal_completions(rule):
     prompts, new_tokens = [prompt[:8] for prompt in PROMPTS * 2], [60] * 4 + [6] * 8
     unlimited = DynamicBatch(build("llama"), batch_size=4, batcher=rule)
     expected = [handle.token_ids for handle in run(unlimited, prompts, new_tokens).handles]
