@@ -228,7 +228,7 @@ def test_incomplete_model_folders_are_refused_with_the_missing_file(quire, tmp_p
         assert_refused(quire("generate", folder, "-p", "x"), part)
 
 
-def test_chat_replies_to_every_line_and_clear_clears_the_conversation(quire):
+def test_chat_replies_to_every_line_and_a_text_needs_a_tokenizer(quire, zoo_folder):
     message = "hello\n\nhello\n/clear\nhello\n/exit\nnever\n"
 
     result = quire("chat", *QUICK, input=message)
@@ -241,8 +241,6 @@ def test_chat_replies_to_every_line_and_clear_clears_the_conversation(quire):
     other = quire("chat", *QUICK, "--system", "It was night. ", input="hello\n").stdout
     assert other.strip() != replies[0]
 
-
-def test_text_without_a_tokenizer_is_refused(quire, zoo_folder: Path):
     generated = quire("generate", zoo_folder, "-p", "x", "--kv-memory", "1MiB")
     chat = quire("chat", zoo_folder, "--kv-memory", "1MiB", input="hello\n")
     assert_refused(generated, "no tokenizer")

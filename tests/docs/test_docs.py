@@ -122,7 +122,7 @@ def names(value):
     return {}
 
 
-def test_snapshot_sums_are_consistent_and_every_event_has_a_row():
+def test_snapshot_has_the_fields_and_consistent_sums_of_the_engines_ledger():
     check_sums(SNAPSHOT)
 
     extents = [extent for row in SNAPSHOT["requests"] for extent in row["extents"]]
@@ -134,8 +134,6 @@ def test_snapshot_sums_are_consistent_and_every_event_has_a_row():
     assert EVENT["kind"] in KINDS
     assert f"newest of {KEPT_EVENTS:,} stored events" in LEDGER
 
-
-def test_snapshot_has_the_fields_of_the_engines_ledger():
     model = engines.load("llama")
     engine = engines.engine_for(model, room=2, longest=40, page_tokens=4)
     engine.submit(GenerationRequest([3] * 20, engines.greedy(8)))

@@ -208,7 +208,7 @@ def test_latents_are_stored_once_for_all_heads(codec, token_bytes):
     assert peak_bytes == 2 * pages * 32 * token_bytes
 
 
-def test_full_precision_tokens_are_counted():
+def test_full_precision_tokens_are_counted_and_named_in_the_ledger():
     """2 sinks and 6 newest tokens, or a page minus one: key and value of 16 floats, two heads."""
     for codec, records in (("int4+sinks=2+residual=6", 8), ("int4_page/int4", 3)):
         layout, peak_bytes, pages = whole(codec, prompt=[5, 6, 7])
@@ -217,8 +217,6 @@ def test_full_precision_tokens_are_counted():
         assert kept == records * 2 * 2 * 16 * 4
         assert peak_bytes == 2 * (pages * coded + kept)
 
-
-def test_the_ledger_names_the_codecs():
     engine = engine_of(codec="int8/int4")
     engine.submit(GenerationRequest([3, 4, 5], greedy(), request_id="r"))
     engine.step()

@@ -357,7 +357,7 @@ def test_retained_sets_of_each_schedule_are_those_of_its_rule():
             assert all(lane == list(range(length - left, length)) for lane in kept)
 
 
-def test_under_pressure_tokens_are_evicted_before_a_request_is_preempted():
+def test_admission_by_caps_and_pressure_precedes_preemption():
     rule = f"h2o:{BLOCKS},recent=4,when=pressure"
     jobs = jobs_of({"a": rule}, count=4, longest=60)
     ample = run(jobs)
@@ -366,9 +366,6 @@ def test_under_pressure_tokens_are_evicted_before_a_request_is_preempted():
     assert all(usage.evicted_tokens == 0 for usage in ample.usages.values())
     assert set(short.reasons) == {"pressure"}
     assert short.engine.scheduler.num_preemptions == 0
-
-
-def test_a_prompt_that_fits_only_under_its_cap_is_admitted():
     prompt = [3 + i % 50 for i in range(200)]
     tight = {"memory": "40KiB", "kv": {"evict_allow": ALLOW}}
     with pytest.raises(NeverFits):
@@ -549,7 +546,7 @@ def test_refused_bases_on_latents_and_unknown_rules_and_full_that_is_always_allo
         engine_of(evict_allow="h2p")
 
 
-def test_admission_counts_what_each_policy_needs():
+def test_admission_counts_each_policy_and_traces_are_recorded_on_request():
     engine, needed = engine_of(evict_allow=ALLOW, page_tokens=4), {}
     prompt = [3 + i % 40 for i in range(120)]
     for name in ("recent", "h2o", "decoding", "full"):
@@ -563,8 +560,6 @@ def test_admission_counts_what_each_policy_needs():
     for name, usage in answer(engine).usages.items():
         assert usage.kv_peak_bytes <= needed[name]
 
-
-def test_traces_are_recorded_only_on_request():
     engine = engine_of(memory="2MiB", evict=RULES["recent"])
     answer(engine, requests_of({"kept": [5] * 60}, 8, record_evictions=True))
     answer(engine, requests_of({"gone": [5] * 60}, 8))

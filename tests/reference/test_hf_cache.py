@@ -269,7 +269,7 @@ def test_a_repeated_row_shares_its_prompt():
 REPEATED = [[3, 5, 7, 11, 13, 17] * 6]  # prompt lookup finds candidates
 
 
-def test_a_codec_divides_the_bytes_and_what_a_model_cannot_have_is_refused():
+def test_codecs_divide_bytes_and_streaming_generates_beyond_the_context():
     model, peaks = build("llama"), {}
     for codec in ("none", "int8"):
         with QuireCache(model, codec=codec, max_tokens=200) as cache:
@@ -282,6 +282,14 @@ def test_a_codec_divides_the_bytes_and_what_a_model_cannot_have_is_refused():
     with pytest.raises(UnsoundCombination, match="learned positions"):
         QuireCache(build("gpt2"), "streaming", CAP)
 
+    model = build("llama")
+    model.config.max_position_embeddings = 48
+    with QuireCache(model, "streaming:sinks=2", CAP, every=EVERY, max_tokens=200) as cache:
+        generate(model, padded([LONG[0]]), max_new_tokens=120, past_key_values=cache)
+
+        assert len(cache.retained_positions(0, 0)[0]) <= CAP
+        assert cache.retained_positions(0, 0)[0][:2] == [0, 1]
+
 
 @pytest.mark.parametrize(
     ("first", "chosen"), [("tova", "tova"), ("recent:budget=(duo:scores=smollm2)", "keydiff")]
@@ -290,16 +298,6 @@ def test_auto_is_the_first_recommended_rule_that_fits_the_model(monkeypatch, fir
     monkeypatch.setattr(recommended, "RECOMMENDED", (first, "keydiff"))
     with QuireCache(build("llama"), "auto", "50%") as cache:
         assert f"'{chosen}:cap=50%'" in repr(cache)
-
-
-def test_streaming_generates_beyond_the_context_of_the_model():
-    model = build("llama")
-    model.config.max_position_embeddings = 48
-    with QuireCache(model, "streaming:sinks=2", CAP, every=EVERY, max_tokens=200) as cache:
-        generate(model, padded([LONG[0]]), max_new_tokens=120, past_key_values=cache)
-
-        assert len(cache.retained_positions(0, 0)[0]) <= CAP
-        assert cache.retained_positions(0, 0)[0][:2] == [0, 1]
 
 
 # ---- turns ---------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def test_retained_tokens_of_offloaded_requests_may_exceed_the_kv_memory(rule):
     check_ample("llama", ALONE, logits, evict=evict)
 
 
-def test_evicting_requests_run_together_by_what_must_be_in_the_kv_memory():
+def test_evicting_requests_count_what_must_be_in_the_kv_memory():
     """Twelve requests in KV memory for the retained tokens of one, with 16 layers."""
     model, logits, running = load("llama", times=8), [], [0]
     prompts = {f"r{n}": [3 + (i + n) * i % 60 for i in range(140)] for n in range(12)}
@@ -154,9 +154,7 @@ def test_evicting_requests_run_together_by_what_must_be_in_the_kv_memory():
     assert max(running) >= 4
     assert largest_difference(*logits) <= 1e-4
 
-
-def test_a_prompt_that_evicts_only_in_the_kv_memory_is_refused_when_submitted():
-    """Pages with common scales are not cut layer by layer."""
+    # pages with common scales are not cut layer by layer
     options = {"evict": "tova:cap=32,every=8,when=decode", "codec": "int4_page"}
     assert "staging" not in refuses(".", "llama", 0.6, ALONE, **options)
     assert run("llama", 1.5, ALONE, **options)[0].stats().num_evictions

@@ -262,16 +262,14 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_remove_tokens_again_is_refused():
+def test_rope_of_the_pass_is_that_of_its_last_position_or_refused():
     for architecture, kv, says in REFUSED:
         with pytest.raises(UnsoundCombination, match=says):
             engine_of(load(architecture), **kv)
     with pytest.raises(UnsoundCombination, match=r"a cache in Transformers cannot; use LLM"):
         QuireCache(zoo.build("llama"), policy=RULE, when="prefill_end")
 
-
-def test_frequencies_of_long_rope_are_those_of_the_last_position_of_the_pass():
-    """Prompt and output within the 24 positions of the short frequencies, the pass beyond."""
+    # prompt and output within the 24 positions of the short frequencies, the pass beyond
     engine = engine_of(load("phi3_longrope"), "kvzip:cap=50%", evict_allow="all")
     assert engine.model.decoder.rope_variant(24) == 0
     for tokens, evict in ((20, None), (20, "snapkv:cap=50%"), (12, None)):

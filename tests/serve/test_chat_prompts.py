@@ -91,7 +91,7 @@ def test_template_of_parts_gets_the_text_in_every_api(template, text_of, post, l
         assert prompt_tokens(post(RESPONSES, input=value, max_output_tokens=1)) == count
 
 
-def test_message_whose_text_vanishes_is_refused_in_every_api(template, post):
+def test_messages_that_vanish_or_are_refused_are_named_in_every_api(template, post):
     template(NO_SYSTEM)
     chat = [*of("system", "Be brief."), USER]
     for path in (CHATS, "/tokenize"):
@@ -103,8 +103,6 @@ def test_message_whose_text_vanishes_is_refused_in_every_api(template, post):
     for path in (MESSAGES, f"{MESSAGES}/count_tokens"):
         assert "the text of system (" in refused(post(path, **body), "none")
 
-
-def test_messages_refused_by_the_template_are_named_by_their_field(template, post):
     template("{{ messages[0].content }}{{ messages[1].content }}")
     turns = [USER, USER, *of("assistant", "yes"), *of("user", "w")]
     message = refused(post(MESSAGES, messages=turns, max_tokens=1), "none")
@@ -183,15 +181,15 @@ def test_last_message_that_cannot_be_continued_is_refused(post, content, fields,
 # ---- turns ---------------------------------------------------------------------------------------
 
 
-def test_consecutive_messages_of_a_role_are_one_turn(template, post, counted):
+def test_consecutive_messages_are_one_turn_with_results_of_tools_first(
+    template, post, counted, length
+):
     template(STRICT)
     turns = of("user", "one", [part("two")], "") + of("assistant", "three", "four")
     turns += of("user", [part("fi"), part("ve")], "six")
     chat = [*of("user", "one\ntwo"), *of("assistant", "three\nfour"), *of("user", "five\nsix")]
     assert counted(turns) == prompt_tokens(post(CHATS, messages=chat, max_tokens=1))
 
-
-def test_results_of_tools_in_consecutive_messages_come_first(template, counted, length):
     template(TURNS)
     uses = [{"type": "tool_use", "id": i, "name": "f", "input": {"a": 1}} for i in ("t1", "t2")]
     results = [

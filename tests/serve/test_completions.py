@@ -24,7 +24,7 @@ def python_chat(llm, **options):
 # ---- completions ---------------------------------------------------------------------------------
 
 
-def test_completion_response_has_the_openai_format(complete, llm):
+def test_completion_has_the_openai_format_for_equivalent_prompts(complete, llm):
     body, output = complete(), python_output(llm)
 
     assert body["id"].startswith("cmpl-")
@@ -40,8 +40,6 @@ def test_completion_response_has_the_openai_format(complete, llm):
         **dict.fromkeys(("evictions", "evicted_tokens", "recomputed_tokens"), 0),
     }
 
-
-def test_null_fields_are_unset_and_prompt_formats_equivalent(complete, llm):
     ids = llm.encode(PROMPT)
     bodies = [complete(prompt=prompt) for prompt in (PROMPT, [PROMPT], ids, [ids])]
     assert {body["choices"][0]["text"] for body in bodies} == {python_output(llm).text}
@@ -127,7 +125,7 @@ def test_model_that_names_no_temperature_is_sampled_as_in_a_chat(complete, chat,
     assert chat(**options)["choices"] == named["choices"]
 
 
-def test_echo_includes_the_prompt(complete, llm):
+def test_echo_includes_the_prompt_and_logprobs_have_four_columns(complete, llm):
     output = complete()["choices"][0]["text"]
     for prompt in (PROMPT, llm.encode(PROMPT)):
         assert complete(echo=True, prompt=prompt)["choices"][0]["text"] == PROMPT + output
@@ -135,8 +133,6 @@ def test_echo_includes_the_prompt(complete, llm):
     assert (body["choices"][0]["text"], body["choices"][0]["logprobs"]) == (PROMPT, None)
     assert body["usage"]["completion_tokens"] == 0
 
-
-def test_logprobs_have_four_columns_with_the_sampled_token(complete, llm):
     columns = complete(logprobs=2)["choices"][0]["logprobs"]
 
     output = python_output(llm, logprobs=2)
@@ -296,7 +292,7 @@ def joined(chunks, index=0):
     return "".join(choice["text"] for choice in choices), choices
 
 
-def test_completion_chunks_equal_the_whole_completion(stream, complete):
+def test_chunks_equal_the_whole_completion_or_chat(stream, complete, chat):
     whole = complete(**TEXT, logprobs=1)["choices"][0]
     chunks = stream(COMPLETIONS, **TEXT, logprobs=1)
 
@@ -311,8 +307,6 @@ def test_completion_chunks_equal_the_whole_completion(stream, complete):
     for column in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
         assert [v for c in choices for v in c["logprobs"][column]] == whole["logprobs"][column]
 
-
-def test_chat_stream_starts_with_the_role_and_ends_with_the_finish_reason(stream, chat):
     chunks = stream(CHATS, **CHAT)
 
     first, *middle, last = [chunk["choices"][0] for chunk in chunks]

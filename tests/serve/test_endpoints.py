@@ -158,7 +158,7 @@ def test_ping_is_the_health(serve, method):
     assert serve(lambda client: client.request(method, "/ping")).status_code == 200
 
 
-def test_load_is_the_number_of_open_requests(serve):
+def test_load_is_the_number_of_open_requests_also_of_a_tenant(serve):
     async def load(client):
         return (await client.get("/load")).json()["server_load"]
 
@@ -174,8 +174,6 @@ def test_load_is_the_number_of_open_requests(serve):
 
     assert serve(main) == (0, 1, 0)
 
-
-def test_load_of_a_tenant_counts_only_its_own_requests(serve):
     async def main(client):
         async with running(client, prompts=("Once", "Twice"), headers=RED):
             answers = [await client.get("/load", headers=headers) for headers in (RED, BLUE)]
@@ -243,14 +241,12 @@ def test_an_invalid_body_is_refused_with_the_name_of_the_field(post, body, param
     refused(post(EMBEDDINGS, **({} if param == "input" else {"input": "a"}) | body), param)
 
 
-def test_wrong_dimensions_are_refused_before_the_model_runs(llm, post):
+def test_wrong_dimensions_are_refused_before_and_prompt_tokens_counted(llm, post, send):
     computed = llm.engine.stats().num_processed_tokens
     message = refused(post(EMBEDDINGS, input=[[5] * 300], dimensions=7), "dimensions")
     assert "expected `dimensions` of" in message
     assert llm.engine.stats().num_processed_tokens == computed
 
-
-def test_metrics_count_the_prompt_tokens_of_embeddings(send):
     wrong = {"json": {"input": "a", "model": "text-embedding-3-small"}}
     calls = ("POST", EMBEDDINGS, wrong), ("POST", EMBEDDINGS, {"json": {"input": TEXTS}})
     other, _, metrics = send(*calls, ("GET", "/metrics", {}))
@@ -265,7 +261,7 @@ _FOLDER = files("quire.serve.dashboard") / "assets"
 ASSETS = {file.name: file.read_text(encoding="utf-8") for file in _FOLDER.iterdir()}
 
 
-def test_page_and_all_files_have_security_headers(send):
+def test_files_have_security_headers_exist_and_name_no_other_host(send):
     found = send(*(("GET", path, {}) for path in sorted(dashboard_paths())))
 
     assert len(found) >= 15
@@ -277,8 +273,6 @@ def test_page_and_all_files_have_security_headers(send):
         assert response.headers["x-content-type-options"] == "nosniff"
         assert response.headers["cache-control"] == "no-cache"
 
-
-def test_page_names_files_that_exist_and_has_no_inline_script_or_other_host():
     for name, text in ASSETS.items():
         assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\son[a-z]+=\"|innerHTML", text), name
         assert set(re.findall(r"https?://[\w.]+", text)) <= {"http://www.w3.org"}, name

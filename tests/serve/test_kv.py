@@ -210,7 +210,7 @@ def test_history_has_rows_from_before_the_request(serve, monkeypatch):
     assert not any(row[1] for row in other["data"])
 
 
-def test_tenants_lists_use_and_quota(serve, of_both):
+def test_tenants_list_use_and_quota_and_name_no_others(serve, of_both):
     async def main(client):
         async with running(client) as [row]:
             return row, await read(client, "tenants")
@@ -226,8 +226,6 @@ def test_tenants_lists_use_and_quota(serve, of_both):
     assert (own["tenant"], own["share_bytes"]) == ("red", None)
     assert "red" not in [one["tenant"] for one in blue["data"]]
 
-
-def test_reasons_do_not_name_other_tenants():
     event = {"kind": "preempted", "reason": "tenant blue needs memory of its share"}
     for tenant in (None, "blue"):
         assert without_other_tenants(event, tenant) == event
@@ -694,7 +692,7 @@ def test_log_is_listened_to_only_while_there_are_clients(with_app, llm):
     assert with_app(main) == 1
 
 
-def test_stream_ends_when_the_server_shuts_down(with_app):
+def test_streams_end_at_shutdown_and_their_number_is_bounded(with_app, monkeypatch):
     async def main(app):
         listener = await Listener(app).started()
         app.state.service.drain()
@@ -705,8 +703,6 @@ def test_stream_ends_when_the_server_shuts_down(with_app):
 
     assert with_app(main) == 503
 
-
-def test_number_of_streams_is_bounded(with_app, monkeypatch):
     monkeypatch.setattr(kv_endpoints, "MAX_STREAMS_PER_TENANT", 2)
 
     async def main(app):

@@ -58,7 +58,7 @@ LONG = "<|doc|>Once upon a time there was a king who had three sons and a daught
 # ---- truncate_prompt_tokens ----------------------------------------------------------------------
 
 
-def test_truncated_prompt_is_the_end_of_the_prompt(complete, chat, llm):
+def test_truncated_prompts_are_the_end_and_scores_those_of_an_echo(complete, chat, llm, post):
     tokenizer = llm.model.tokenizer
     whole = complete(prompt=tokenizer.encode(LONG)[-20:], max_tokens=6)
     cut = complete(prompt=LONG, truncate_prompt_tokens=20, max_tokens=6)
@@ -70,8 +70,6 @@ def test_truncated_prompt_is_the_end_of_the_prompt(complete, chat, llm):
     # a chat is truncated after the template
     assert chat(truncate_prompt_tokens=3)["usage"]["prompt_tokens"] == 3
 
-
-def test_scores_equal_those_of_an_echo_and_a_long_prompt_is_truncated(post, complete):
     too_long = {"prompt": LONG * 200, "max_tokens": 1}
     assert "characters" in refused(post(COMPLETIONS, **too_long), "prompt")
     assert complete(**too_long, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] > 500
@@ -276,12 +274,10 @@ def test_wrong_budget_is_refused(evicting, post, budget):
     assert "recent:cap=64" in refused(post(COMPLETIONS, prompt="a", kv_budget=64), "kv_budget")
 
 
-def test_budget_keeps_the_other_options_of_a_rule():
+def test_rules_of_tenants_are_defaults_and_budgets_keep_other_options(evicting, tmp_path, llm):
     assert with_budget("h2o:recent=4,cap=64", "25%") == "h2o:recent=4,cap=25%"
     assert with_budget("recent:cap=64", 0.5) == "recent:cap=0.5"
 
-
-def test_rule_of_a_tenant_is_the_default_of_its_requests(evicting, tmp_path, llm):
     path = tmp_path / "tenants.toml"
     path.write_text('[default]\nevict = "recent:cap=32,every=8,sinks=2"\n')
     body, tenants = {"prompt": LONG, "max_tokens": 4}, read_tenant_keys(path)

@@ -434,13 +434,11 @@ def test_sequences_that_end_in_one_step_are_all_counted(serve):
     assert value(found, "quire_request_latency_seconds", count) == 400
 
 
-def test_openmetrics_is_returned_to_clients_that_accept_it(get):
+def test_openmetrics_are_returned_and_paths_of_clients_make_no_series(get):
     response = get("/metrics", {"Accept": "application/openmetrics-text; version=1.0.0"})
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     assert response.text.endswith("# EOF\n")
 
-
-def test_paths_and_methods_of_clients_make_no_time_series():
     counts, reading = HttpRequests(), Reading()
     for number in range(50):
         counts.add({"method": f"M{number}", "path": f"/{number}"}, 404, 0.1)

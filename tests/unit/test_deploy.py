@@ -84,7 +84,7 @@ def test_the_manifests_are_valid():
         validate(manifest, "1.33", strict=True)
 
 
-def test_the_deployment_starts_a_server_that_its_probes_reach():
+def test_pods_live_longer_than_the_shutdown_of_the_server_that_probes_reach():
     pod = pod_of_deployment()
     [container] = pod["spec"]["containers"]
     command, model, *flags = container["args"]
@@ -100,8 +100,6 @@ def test_the_deployment_starts_a_server_that_its_probes_reach():
     assert int(given["port"]) == container["ports"][0]["containerPort"]
     assert annotations["prometheus.io/path"] == METRICS_PATH
 
-
-def test_pods_live_longer_than_the_shutdown_of_the_server():
     arguments = manifests("rayservice.yaml")[0]["spec"]["serveConfigV2"]
     [application] = yaml.safe_load(arguments)["applications"]
     [container] = pod_of_deployment()["spec"]["containers"]

@@ -88,7 +88,7 @@ def test_modules_import_declared_packages_and_extras_only_in_their_package() -> 
     assert faults == []
 
 
-def test_requirements_are_imported_have_floors_and_are_those_of_the_code():
+def test_requirements_and_pip_lines_name_what_is_imported():
     imported = {
         name for path in (ROOT / "src/quire").rglob("*.py") for name, _ in third_party_imports(path)
     }
@@ -102,8 +102,6 @@ def test_requirements_are_imported_have_floors_and_are_those_of_the_code():
     for text in [*PROJECT["dependencies"], *(text for each in OPTIONAL.values() for text in each)]:
         assert [specifier.operator for specifier in Requirement(text).specifier] == [">="], text
 
-
-def test_pip_lines_of_documents_name_the_distribution_and_its_extras() -> None:
     pages = [p for p in (ROOT / "docs").rglob("*.md") if p.name != "log.md"]
     pages += [*ROOT.glob("*.md"), *(ROOT / "changelog.d").glob("*.md"), *ROOT.glob("examples/*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in pages)

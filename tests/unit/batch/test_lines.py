@@ -80,7 +80,7 @@ def test_line_sets_options_of_the_request(given, expected):
             assert GenerationRequest("Hi", **line.options).cache_salt == (salt or "")
 
 
-def test_messages_keep_their_parts_and_other_fields():
+def test_messages_prefixes_and_prompt_keys_are_read():
     parts = [{"type": "text", "text": text} for text in "ab"]
     user = {"role": "user", "name": "ann", "content": parts}
     calls = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}
@@ -91,8 +91,6 @@ def test_messages_keep_their_parts_and_other_fields():
     assert [found[0], found[2]] == [user, result]
     assert found[1]["tool_calls"][0]["id"] == "c"
 
-
-def test_prefixes_prompt_keys_and_max_completion_tokens_are_read():
     for prompt, expected in (("Hi", "<|doc|>Hi"), ([1, 2], [1, 2])):
         assert parse({"prompt": prompt}, LineFormat(prefix="<|doc|>")).prompt == expected
     assert parse(COMPLETION, LineFormat(prefix="<|doc|>")).prompt == "<|doc|>Hi"
@@ -299,15 +297,13 @@ def line(kind: str = "plain", name: str | None = "a") -> BatchLine:
     return BatchLine(head=head, prompt=None if messages else "Hi", messages=messages)
 
 
-def test_plain_output_record():
+def test_plain_records_and_those_of_the_openai_client():
     record = output_record(line(), output(), model="m")
     named = {"id": "a", "line": 7, "text": "Hello", "finish_reason": "stop", "error": None}
     assert json.loads(json.dumps(record)) == named | {"usage": COUNTS}
     assert output_record(line(name=None), output(), model="m")["id"] == "line-7"
     assert output_record(line(), output(), model="m", with_prompt=True)["prompt"] == "Hi"
 
-
-def test_records_parse_with_the_openai_client():
     record = output_record(line("completions"), output(), model="m")
 
     assert (record["custom_id"], record["error"]) == ("a", None)

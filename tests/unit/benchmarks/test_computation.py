@@ -176,7 +176,7 @@ def test_every_implementation_equals_torch_over_scattered_pages():
     assert bool((table.flatten().diff() != 1).any())
 
 
-def test_codec_bytes_match_hand_computation():
+def test_codec_bytes_match_hand_computation_and_reach_the_claims():
     """128 channels: 16 bits; 8 bits and a scale; 4 bits and two groups' scales and zeros."""
     config = CapacityConfig()
 
@@ -193,8 +193,6 @@ def test_codec_bytes_match_hand_computation():
     full_precision = 192 + 4  # 5 records of 2 * 2 * 4 numbers of 2 bytes, in whole lines of 64
     assert sequence_bytes(config, "int8+sinks=1+residual=4") == 3 * 388 + full_precision
 
-
-def test_capacity_ratios_reach_the_claims():
     claims = run_capacity(CapacityConfig()).claims
 
     assert claims["int8_capacity_ratio"] == pytest.approx(256 / 130)
@@ -206,7 +204,7 @@ def test_capacity_ratios_reach_the_claims():
         assert codes >= net > full_precision > 1
 
 
-def test_ratios_are_computed_within_rounds():
+def test_ratios_are_within_rounds_and_gains_relative_to_plain_kv():
     """The machine is twice as fast in the second round; ratios do not change."""
     times = AttentionTimes(
         tokens=4096,
@@ -220,8 +218,6 @@ def test_ratios_are_computed_within_rounds():
     assert claims["int8_over_read_ceiling"] == pytest.approx(0.4)
     assert claims["bfloat16_over_read_ceiling"] == pytest.approx(0.4)
 
-
-def test_gains_are_relative_to_plain_kv():
     plain = CodecRate(codec="none", rows=4, attention="native", step_s=(1.0, 2.0, 1.0))
     coded = CodecRate(codec="int8", rows=8, attention="native", step_s=(1.6, 3.2, 1.6))
     claims = rate_claims([plain, coded])

@@ -375,7 +375,7 @@ def test_without_a_press_outputs_are_those_of_transformers(worker, model):
     assert found["peak_bytes"] == token_bytes(model) * (len(PROMPT) + 3)
 
 
-def test_press_that_frees_has_fewer_bytes_and_the_peak_of_one_whole_layer(worker, model):
+def test_presses_that_free_or_mask_have_their_bytes_and_visible_keys(worker, model):
     found = output(worker, spec("ViewPress"))
     freed = output(worker, spec("KeyRerotationPress", press=spec("ViewPress")), 0.5)
 
@@ -389,8 +389,6 @@ def test_press_that_frees_has_fewer_bytes_and_the_peak_of_one_whole_layer(worker
     assert found["retained_bytes"] == kept
     assert found["peak_bytes"] == kept + (all_bytes - kept) // layers
 
-
-def test_masked_keys_are_not_visible_and_the_next_prompt_has_none(worker, model):
     found = output(worker, spec("MaskPress"))
 
     assert found["retained_bytes"] == token_bytes(model) * len(PROMPT)

@@ -130,7 +130,7 @@ def small_traces(tmp_path: Path) -> SimulatedConfig:
     return SimulatedConfig(trace=str(conversations), prefix_trace=str(prefixes))
 
 
-def test_shipped_traces_are_complete():
+def test_shipped_traces_are_complete_and_all_stores_serve_all_workloads(small_traces):
     config = SimulatedConfig()
     azure, mooncake = config.conversations(), config.prefixes()
 
@@ -139,8 +139,6 @@ def test_shipped_traces_are_complete():
     first = azure.requests[0]
     assert (first.prompt_tokens, first.answer.tokens) == (374, 44)
 
-
-def test_all_stores_serve_all_workloads(small_traces):
     runs = list(simulated.measure_waste_of_stores(simulated.WasteConfig(), small_traces))
     claims = simulated.waste_claims(runs)
 
@@ -191,7 +189,7 @@ def mark(per_cent: int, tokens_per_s: float, p99_s: float) -> simulated.Watermar
     return simulated.WatermarkRun(per_cent=per_cent, preempts=False, numbers=numbers)
 
 
-def test_all_watermarks_run_and_unbounded_memory_hits_all_repeated_prefixes(small_traces):
+def test_watermarks_unbounded_memory_and_tenants_have_rows(small_traces):
     config = simulated.WatermarkConfig(per_cents=(70, 98), memory="1GiB")
 
     runs = list(simulated.measure_watermarks(config, small_traces))
@@ -205,8 +203,6 @@ def test_all_watermarks_run_and_unbounded_memory_hits_all_repeated_prefixes(smal
     assert claims["mooncake_hit_fraction_unbounded"] == 7 * 1024 / (9 * 1100)
     assert claims["mooncake_hit_fraction_1GiB"] <= claims["mooncake_hit_fraction_unbounded"]
 
-
-def test_fairness_table_has_rows_of_both_tenants(small_traces):
     config = simulated.FairnessConfig(times_more=2)
 
     result = simulated.run_fairness(config, small_traces)

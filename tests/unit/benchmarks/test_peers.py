@@ -73,7 +73,7 @@ def test_engines_of_a_round_get_the_same_work(tmp_path):
     assert jobs[0]["options"] == {"flags": []}
 
 
-def test_engines_are_chosen_by_name_and_options_of_quire_are_flags():
+def test_engines_are_chosen_by_name_and_measured_by_token_times():
     found = chosen_engines(("vllm", "hf_static"), default_quire(), Eviction())
 
     assert [engine.name for engine in found] == ["quire", "quire_evict", "hf_static", "vllm"]
@@ -84,9 +84,7 @@ def test_engines_are_chosen_by_name_and_options_of_quire_are_flags():
     assert own.evicts
     assert not quire_engine("quire=").evicts
 
-
-def test_measures_are_computed_from_token_times():
-    """Two prompts of 3 tokens, at 1, 2, 3 s and at 2, 3, 4 s: 3 tokens in the last 2 s."""
+    # two prompts of 3 tokens, at 1, 2, 3 s and at 2, 3, 4 s: 3 tokens in the last 2 s
     found = measures(shape("2x8+3"), 1.0)
     assert found.total_s == 4
     assert found.prefill_s == 2

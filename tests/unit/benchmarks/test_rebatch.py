@@ -65,7 +65,7 @@ def found() -> list[AtBatch]:
     return measure(CPU, FEW)
 
 
-def test_all_arms_complete_all_queries_with_equal_first_tokens(found):
+def test_all_arms_complete_with_the_counts_of_the_paper(found):
     """Same weights, greedy, float32: at least the first tokens are equal in all arms."""
     expected = [requested.new_tokens for requested in workload("w1", FEW.scale, FEW.queries)]
 
@@ -79,9 +79,7 @@ def test_all_arms_complete_all_queries_with_equal_first_tokens(found):
             assert run.token_curve()[-1][1] <= run.tokens == sum(expected)
         assert len({tuple(a[0] for a in run.answers) for run in runs.values()}) == 1
 
-
-def test_counts_match_the_papers_statements(found):
-    """Static rows are idle, BATON's are not; shaping has pads; embedding uses less memory."""
+    # static rows are idle, BATON's are not; shaping has pads; embedding uses less memory
     for at in found:
         [runs] = at.rounds
         static, embedding, shaping = runs[STATIC], runs[EMBEDDING], runs[SHAPING]

@@ -41,7 +41,7 @@ def step(kind: str, rows: int, over_floor: float):
 STEPS = (step("prefill", 4, 2.0), step("decode", 1, 1.2), step("decode", 16, 1.4))
 
 
-def test_claims_of_one_cell():
+def test_claims_of_cells_name_what_differs():
     """Products of a step take 5 s at the rates of MEASURE, and the step takes 10 s."""
     cell = replace(CELL, steps=(*STEPS, step("decode", 32, 1.3)))
 
@@ -58,8 +58,6 @@ def test_claims_of_one_cell():
         "product_flops_per_s_int8": 4_000.0,
     }
 
-
-def test_claims_of_further_cells_name_what_differs():
     other = replace(CELL, instruction_set="avx512", weight_codec="int4", steps=STEPS)
 
     found = measured.claims_of([replace(CELL, steps=STEPS), other]).values

@@ -243,7 +243,7 @@ def test_unknown_names_are_refused_with_the_nearest(arguments, hint):
     assert hint in result.stderr
 
 
-def test_json_listing_has_policies_budgets_and_codecs():
+def test_json_listing_has_all_kinds_and_cpu_features_are_read():
     listing = json.loads(output_of("policies", "--json"))
     rules = {row["name"]: row for row in listing["policies"]}
     budgets = {row["name"]: row for row in listing["budgets"]}
@@ -256,8 +256,6 @@ def test_json_listing_has_policies_budgets_and_codecs():
     assert codecs["float16"]["vector_bytes"] == 256
     assert codecs["int8"]["vector_bytes"] == 128 + 2
 
-
-def test_cpu_features_are_read_on_x86_and_arm():
     found = cpu_features("model name: x\nflags\t: fpu avx2 amx_tile avx512f\n")
     assert found == ["avx2", "avx512f", "amx_tile"]
     assert cpu_features("Features\t: fp asimd sve\n") == ["asimd", "sve"]

@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_kv_memory_is_the_remainder_of_device_memory(folder: Path):
+def test_kv_memory_is_the_remainder_in_pages_of_sequences(folder):
     sizes = {"headroom_bytes": 1_000_000, "activation_peak_bytes": 500_000}
     report = plan_report(folder, PlanOptions(device="cuda", memory_bytes=10_000_000, **sizes))
 
@@ -67,8 +67,6 @@ def test_kv_memory_is_the_remainder_of_device_memory(folder: Path):
     assert report.memory.weights_bytes == weights_bytes
     assert report.memory.kv_bytes == 10_000_000 - 1_000_000 - 500_000 - weights_bytes
 
-
-def test_process_counts_on_a_cpu_only(folder: Path):
     cpu, cuda = (
         plan_report(folder, PlanOptions(device=name, memory_bytes=GIB)) for name in DEVICES
     )

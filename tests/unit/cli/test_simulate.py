@@ -71,7 +71,7 @@ def test_report_names_the_simulated_machine(trace, tmp_path, monkeypatch, given,
     assert ("quire profile" in line) is (not given and not profiled)
 
 
-def test_engine_and_trace_options_apply_to_the_run(trace: Path):
+def test_options_apply_to_the_run_and_results_are_written(trace, tmp_path):
     result = simulate(
         *("quire-tiny", "--trace", trace, "--kv-memory", "1MiB", "--max-num-seqs", 3),
         *("--requests", 20, "--max-length", 60, "--length-scale", 0.5, "--json"),
@@ -84,8 +84,6 @@ def test_engine_and_trace_options_apply_to_the_run(trace: Path):
     assert set(report["arms"]["tenants"]) == {"a", "b"}
     assert report["config"]["machine"]["name"] == "h100"
 
-
-def test_results_and_plots_are_written_to_the_output_folder(trace: Path, tmp_path: Path):
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     out = tmp_path / "new" / "folder"
 

@@ -19,7 +19,7 @@ def split(tokens, size):
     ]
 
 
-def test_requests_are_split_and_every_token_is_in_one_part():
+def test_parts_have_every_token_once_and_padding_no_attention():
     assert split([7, 1, 3], 4) == [[(0, 0, 4, 3)], [(0, 4, 3, 0), (1, 0, 1, 0)], [(2, 0, 3, 0)]]
     assert split([4, 4], 4) == [[(0, 0, 4, 0)], [(1, 0, 4, 0)]]  # no empty batch after a full one
     assert split([1, 1], 4) == [[(0, 0, 1, 0), (1, 0, 1, 0)]]
@@ -33,8 +33,6 @@ def test_requests_are_split_and_every_token_is_in_one_part():
         assert own[0][0] == 0
         assert all(done + size + later == count for done, size, later in own)
 
-
-def test_attention_does_not_receive_padding_rows():
     assert [padded([3, 4], size) for size in (4, 2)] == [[3, 4, 0, 0], [3, 4]]
     attend = Mock(side_effect=lambda call, query, key, value: query + 1)
     bridge, rows = Mock(attend=attend), torch.ones(5, 2, 4)

@@ -79,14 +79,12 @@ class LedgerOfRows:
         return found
 
 
-def test_all_bytes_are_free_without_requests():
+def test_bytes_are_free_or_the_sum_over_requests_of_a_tenant():
     found = LedgerOfRows().snapshot()
     others = dict.fromkeys(("requests", "prefix_cache", "in_flight_loads", "slab_borders"), 0)
     assert found["axes"]["owner"] == others | {"free": found["total_bytes"]}
     assert found["requests"] == found["tenants"] == found["prefix_cache"] == []
 
-
-def test_bytes_of_a_tenant_are_the_sum_over_its_requests():
     rows = LedgerOfRows()
     for tokens, tenant in ((4, "red"), (8, "blue"), (4, "red"), (0, "green")):
         rows.request(tokens, tenant=tenant)
@@ -146,7 +144,7 @@ def test_swapped_kv_is_counted_on_the_host_until_it_is_swapped_in():
     assert running_request.memory.row != swapped_request.memory.row
 
 
-def test_sequences_swapped_together_split_the_bytes_stored_once():
+def test_swapped_sequences_split_bytes_and_lost_ones_are_leaks():
     rows = LedgerOfRows(host_bytes=16 * 1024)
     parent = rows.request(8)
     children = [rows.request(8, row=fork(rows.memory, parent.memory.row)) for _ in range(2)]
@@ -158,8 +156,6 @@ def test_sequences_swapped_together_split_the_bytes_stored_once():
     assert sum(shares) == kv_bytes
     assert max(shares) - min(shares) <= len(LAYOUT.page_classes)
 
-
-def test_row_without_a_request_is_listed_and_swapped_kv_without_one_is_a_leak():
     rows = LedgerOfRows(host_bytes=16 * 1024)
     rows.request(4)
     rows.requests.clear()
@@ -262,7 +258,7 @@ def test_events_are_recorded_until_the_last_delta():
     assert [e.kind for e in one.timeline.events] == ["admitted"]
 
 
-def test_sequences_of_a_request_finish_with_their_own_reasons():
+def test_finished_requests_have_their_reasons_and_are_bounded():
     events = EventLog()
     log = RequestLog(events, events.now_s)
     sequences = [make_request("r"), make_request("r#1"), make_request("r#2")]
@@ -277,8 +273,6 @@ def test_sequences_of_a_request_finish_with_their_own_reasons():
     found = [(one.request_id, one.group, one.finish_reason) for one in log.finished]
     assert found == [("r", "r", "stop"), ("r#1", "r", "length")]
 
-
-def test_number_of_finished_requests_is_bounded():
     events = EventLog()
     log = RequestLog(events, events.now_s)
     for number in range(request_log.KEPT_FINISHED + 3):

@@ -275,7 +275,7 @@ def test_wrappers_of_forward_are_kept_or_restored() -> None:
     assert model.forward is outer
 
 
-def test_unsupported_models_are_refused() -> None:
+def test_unsupported_models_and_refused_caches_change_no_model():
     rwkv = RwkvForCausalLM(RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2))
 
     with pytest.raises(UnsupportedModel, match="not a cache"):
@@ -289,8 +289,6 @@ def test_unsupported_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="belongs to a Quire engine"):
         QuireCache(TransformersDecoder(zoo.build("llama")).model)
 
-
-def test_refused_cache_leaves_the_model_unchanged() -> None:
     mistral, phi3 = zoo.build("mistral"), zoo.build("phi3_longrope")
     found = state(mistral), state(phi3)
 

@@ -540,7 +540,7 @@ def test_experts_are_counted_in_sparse_layers_only():
     assert model.num_parameters - model.num_active_parameters == 2 * 2 * (3 * 8 * 10)
 
 
-def test_window_layers_hold_at_max_their_window():
+def test_layers_hold_the_part_of_tokens_that_windows_and_chunks_see():
     """2 KV heads of 4, K and V, 2 bytes: 32 B per token and layer; 100 tokens: 100 + 10 + 100."""
     model = small_spec(None, 10, None, head_dim=4)
     assert model.kv_bytes(100, 2) == 32 * (100 + 10 + 100)
@@ -551,9 +551,7 @@ def test_window_layers_hold_at_max_their_window():
     with pytest.raises(ConfigError, match="0 or more, got -1"):
         model.kv_bytes(-1, 2)
 
-
-def test_chunks_windows_and_shared_layers_hold_a_part_of_the_tokens():
-    """Tokens of the chunk; of the window; none, but a step reads them. 32 B a token and layer."""
+    # tokens of the chunk; of the window; none, but a step reads them. 32 B a token and layer
     model = small_spec(
         *(LayerSpec(chunk=16), LayerSpec(window=10), None),
         *(LayerSpec(source=2), LayerSpec(window=10, source=1)),
@@ -566,9 +564,7 @@ def test_chunks_windows_and_shared_layers_hold_a_part_of_the_tokens():
     assert model.kv_bytes(100, 2, read_in_step=True) == 32 * (4 + 10 + 100 + 100 + 10)
     assert model.kv_bytes_per_token(2) == 3 * 32
 
-
-def test_a_step_reads_all_index_keys_and_the_selected_latents():
-    """Two layers of 40 elements; 16 tokens are selected, by index keys of 16 of the first one."""
+    # two layers of 40 elements; 16 tokens are selected, by index keys of 16 of the first one
     model = CACHE_KINDS["indexed"]
     assert model.kv_bytes(100, 2) == 2 * 100 * (40 + 16 + 40)
     assert model.kv_bytes(100, 2, read_in_step=True) == 2 * (16 * 40 + 100 * 16 + 16 * 40)

@@ -31,7 +31,7 @@ def test_ragged_chunked_batches_give_transformers_logits(name: str) -> None:
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
 
-def test_lm_head_runs_on_sampled_rows_only() -> None:
+def test_lm_head_runs_on_sampled_rows_unless_a_model_computes_all():
     model = zoo.build("llama")
     decoder, head_inputs = TransformersDecoder(model), []
     model.lm_head.register_forward_hook(lambda _, args, __: head_inputs.append(args[0].shape))
@@ -42,8 +42,6 @@ def test_lm_head_runs_on_sampled_rows_only() -> None:
     assert logits.shape == (2, zoo.VOCAB_SIZE)
     assert run(decoder, Recorder(), sample_rows=[]).shape == (0, zoo.VOCAB_SIZE)
 
-
-def test_model_without_logits_to_keep_computes_all_rows() -> None:
     model = zoo.build("gemma2")  # its final softcap must be applied
     whole = TransformersDecoder(zoo.build("gemma2"))
     forward = model.forward

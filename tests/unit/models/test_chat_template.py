@@ -274,7 +274,7 @@ def test_message_that_cannot_be_continued_is_refused(render, message, options, e
         render(STRINGS["plain"], chat, continue_final_message=True, **options)
 
 
-def test_chats_are_one_document_without_extra_special_tokens(tokenizer):
+def test_chats_are_one_document_and_tools_have_their_own_form(tokenizer):
     messages = messages_of([("system", "Facts. "), ("user", "The key is\n")], 0)
     template = ChatTemplate(tokenizer)
 
@@ -292,8 +292,6 @@ def test_chats_are_one_document_without_extra_special_tokens(tokenizer):
     with pytest.raises(RequestError, match="at least one token"):
         encode_prompt(tokenizer, "")
 
-
-def test_template_for_tools_has_its_own_form(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template = {"default": STRINGS["plain"], "tool_use": PARTS["first"]}
     template, chat = ChatTemplate(tokenizer), messages_of([("user", "hello")], 0)
 
@@ -392,7 +390,7 @@ def test_last_tokens_of_a_long_text_are_found_from_few_characters(
     assert 0 < sum(lengths) <= max_characters
 
 
-def test_ids_without_a_token_are_undecodable(tokenizer, tmp_path) -> None:
+def test_ids_without_a_token_are_undecodable_and_equal_texts_are_not(tokenizer, tmp_path):
     assert undecodable_ids(tokenizer, len(tokenizer)) == []
     assert load_tokenizer(tmp_path) is None
     vocab = {"a": 0, "b": 1, "c": 4}
@@ -406,8 +404,6 @@ def test_ids_without_a_token_are_undecodable(tokenizer, tmp_path) -> None:
     assert undecodable_ids(tokenizer, 3) == [2]
     assert undecodable_ids(None, 8) == []
 
-
-def test_tokens_with_equal_texts_are_decodable() -> None:
     tokens = [("<unk>", 0.0), ("a", -1.0), ("a", -2.0), ("b", -1.0)]
     plain = Tokenizer(models.Unigram(tokens, unk_id=0))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<unk>")

@@ -128,7 +128,7 @@ def test_union_min_and_meet(tmp_path: Path) -> None:
     assert on_ranks(tmp_path, 2, work) == [([True, True, False], 9)] * 2
 
 
-def test_rank_that_does_not_join_a_collective_is_an_error(tmp_path: Path) -> None:
+def test_collectives_end_with_an_error_or_return_the_arguments_of_one_rank(tmp_path):
     done = threading.Event()
 
     def work(group: TorchGroup) -> None:
@@ -143,8 +143,6 @@ def test_rank_that_does_not_join_a_collective_is_an_error(tmp_path: Path) -> Non
 
     on_ranks(tmp_path, 2, work, timeout_s=3.0)  # also the limit to open the group
 
-
-def test_one_rank_returns_its_arguments() -> None:
     tensor, mask = torch.ones(2), np.array([True, False])
 
     assert isinstance(ONE_RANK, TensorGroup)

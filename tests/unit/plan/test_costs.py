@@ -270,7 +270,7 @@ def test_rates_that_were_not_measured_are_assumed(changes):
     assert "`quire profile MODEL`" in known.notice
 
 
-def test_assumed_prefill_rates_of_a_small_model_and_of_latents():
+def test_assumed_rates_count_heads_weights_and_latents_but_no_lookup_tables():
     """Two layers: q and o 64 x 64, k and v 64 x 32, MLP 3 x 64 x 128: 36,864 weights each.
 
     73,728 weights and 5 norms of 64; 2 FLOP a weight. Attention: 2 * 2 layers * 64 = 256.
@@ -286,9 +286,7 @@ def test_assumed_prefill_rates_of_a_small_model_and_of_latents():
 
     assert re.fullmatch("llama, 2 layers of 64, .* parameters, bfloat16, cpu", key)
 
-
-def test_assumed_prefill_counts_the_heads_of_every_layer_and_no_lookup_tables():
-    """Attention of 4 query heads: 2 x 16 numbers in two layers, 2 x 32 in the wide one."""
+    # attention of 4 query heads: 2 x 16 numbers in two layers, 2 x 32 in the wide one
     model = CACHE_KINDS["by_layer"]
     rows = replace(model, extra=ExtraSpec(layer_vocab=1000, layer_width=2))
     weights = model.num_parameters - 2 * model.embedding_parameters

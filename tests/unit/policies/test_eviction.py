@@ -331,7 +331,7 @@ def test_every_defaults_to_an_eighth_of_the_cap_up_to_64(cap, prompt, every):
     assert (spec.cap, spec.leaving) == (10, 0)
 
 
-def test_spec_has_the_lane_capacities_of_the_budget():
+def test_lane_capacities_are_those_of_budgets_also_finalized_later():
     rule = make_eviction("recent:cap=100,every=10,sinks=4,budget=(pyramid:beta=10)")
     spec = rule.for_request(1000, LANES).spec
 
@@ -345,8 +345,6 @@ def test_spec_has_the_lane_capacities_of_the_budget():
     assert isinstance(error, UnsoundCombination)
     assert "cap=50% depends on the prompt; give cap in tokens" in str(error)
 
-
-def test_budget_finalized_later_reserves_its_maximum():
     rule = make_eviction("sinks:cap=100,when=prefill_end,budget=lazy")
     spec = rule.for_request(1000, LANES).spec
     assert spec.lane_capacities == (UNBOUNDED,) * 8

@@ -83,7 +83,7 @@ def test_scattered_pages_are_not_adjacent(scattered):
         probe.memory.check()
 
 
-def test_every_size_is_measured_in_both_directions():
+def test_every_size_is_measured_both_ways_and_fitted_to_scattered_pages():
     times = list(ceilings.measure_copies(CPU, (ceilings.MIB // 4, ceilings.MIB), repeats=1))
 
     expected = [
@@ -94,9 +94,7 @@ def test_every_size_is_measured_in_both_directions():
     assert [(t.num_bytes, t.scattered) for t in times] == expected
     assert all(t.out_s > 0 and t.back_s > 0 for t in times)
 
-
-def test_rates_are_fitted_to_scattered_pages():
-    """Out: 1 ms and 1 ns per byte; 0.1 ms of a call is per page; packed times are not used."""
+    # out: 1 ms and 1 ns per byte; 0.1 ms of a call is per page; packed times are not used
     times = [
         ceilings.CopyTimes(num_bytes=n, scattered=True, out_s=1e-3 + n * 1e-9, back_s=n * 2e-9)
         for n in (10**5, 10**6, 10**7)
@@ -125,7 +123,7 @@ def test_every_chunk_is_measured_and_prompts_above_the_context_raise(model):
         list(measured.measure_swap(model, replace(QUICK_SWAP, lengths=(8, 1023))))
 
 
-def test_prefill_rates_match_hand_computation():
+def test_prefill_rates_match_hand_computation_and_are_stored_by_shape(model):
     """2 ms per step, 10 us per token, 3 ns per square."""
     shapes = ((16, 0), (64, 0), (64, 500), (16, 2000), (64, 3000))
     squares = [(before + tokens) ** 2 - before**2 for tokens, before in shapes]
@@ -140,8 +138,6 @@ def test_prefill_rates_match_hand_computation():
     assert rates.token_s == pytest.approx(1e-5)
     assert rates.square_s == pytest.approx(3e-9)
 
-
-def test_prefill_rates_are_stored_by_model_shape(model):
     said: list[str] = []
 
     found = ceilings.measure_prefill_rates(

@@ -116,12 +116,10 @@ def test_blocks_of_rows_give_equal_tokens(rows_at_once, greedy_rows, monkeypatch
     assert sum(sizes) == len(MIXED) - 1 + sum(row.params.logprobs is not None for row in rows)
 
 
-def test_a_row_wider_than_the_scratch_memory_is_sampled_alone():
+def test_greedy_paths_and_wide_rows_equal_the_general_path(sampler):
     assert device_sampling.block_rows(torch.empty(2, 1 << 26, device="meta")) == 1
     assert device_sampling.block_rows(torch.empty(256, 1 << 17, device="meta")) == 32
 
-
-def test_greedy_fast_path_equals_the_general_path(sampler):
     logits = random_logits(64).to(torch.bfloat16)
     neutral = SamplingParams(temperature=0.0, logit_bias={7: 0.0})
 

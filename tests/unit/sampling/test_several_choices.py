@@ -107,7 +107,7 @@ def test_tokens_that_the_tokenizer_lacks_are_not_generated(llama, options):
 # ---- outputs -----------------------------------------------------------------------------------
 
 
-def test_n_choices_equal_n_runs_with_consecutive_seeds(model):
+def test_choices_equal_runs_with_their_seeds_of_one_prefilled_prompt(model, llama):
     together = run_one(engine_of(model), drawn(n=4))
     singles = [run_single(model, seed) for seed in range(5, 9)]
     assert [choice.token_ids for choice in together.choices] == [o.token_ids for o in singles]
@@ -116,8 +116,6 @@ def test_n_choices_equal_n_runs_with_consecutive_seeds(model):
     assert together.token_ids == together.choices[0].token_ids
     assert {choice.finish_reason for choice in together.choices} == {"length"}
 
-
-def test_prompt_is_prefilled_once_and_deltas_have_a_choice_index(llama):
     engine = engine_of(llama, enable_prefix_caching=False)
 
     usage = run_one(engine, drawn(n=4)).usage
@@ -450,7 +448,7 @@ def test_incompatible_options_are_refused(options, message):
         beams(**options)
 
 
-def test_options_of_beams_and_defaults_of_the_model():
+def test_options_of_beams_with_one_that_is_greedy(llama):
     class Warm:
         temperature, top_k, top_p, min_p, repetition_penalty = 0.7, 50, 0.9, 0.1, 1.1
 
@@ -461,8 +459,6 @@ def test_options_of_beams_and_defaults_of_the_model():
     assert (resolved.top_k, resolved.top_p, resolved.min_p) == (0, 1.0, 0.0)
     assert resolved.repetition_penalty == 1.1
 
-
-def test_one_beam_is_greedy_and_logprobs_sum_to_scores(llama):
     greedy, one = (run_one(engine_of(llama), p) for p in (engines.greedy(6), beams(n=1)))
     assert one.token_ids == greedy.token_ids
 

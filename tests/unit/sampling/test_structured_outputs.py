@@ -653,14 +653,12 @@ def test_schema_that_cannot_be_kept_is_refused(compiler, schema, message, form):
         compiler.compile(StructuredOutputs(**wanted))
 
 
-def test_chain_of_references_is_followed_without_recursion(compiler, llm):
+def test_deep_chains_are_followed_and_too_many_rules_refused(compiler, llm):
     """Also in a thread with a small stack, which the library would exceed."""
     chain = {str(n): {"items": {"$ref": f"#/$defs/{n + 1}"}} for n in range(2000)}
     schema = {"$ref": "#/$defs/0", "$defs": chain | {"2000": {"type": "null"}}}
     assert accepts(compiler, llm, {"json": schema}, "[[[]]]")
 
-
-def test_too_deep_or_many_rules_of_a_grammar_are_refused(compiler, llm):
     def chain(depth):
         return "start: A0\n" + "".join(f'A{n}: (A{n + 1} "x")*\n' for n in range(depth))
 

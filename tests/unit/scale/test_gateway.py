@@ -88,7 +88,7 @@ def post(replicas, path="/v1/completions", body=None, *, keys=None, headers=(), 
     return start["status"], dict(start["headers"]), b"".join(part["body"] for part in parts)
 
 
-def test_a_response_passes_unchanged_and_comments_are_no_output():
+def test_responses_pass_unchanged_and_requests_without_output_are_repeated():
     whole = first(b'{"id": 1}', status=201, headers=(*JSON, (b"x-a", b"1")), is_last=True)
     status, headers, body = post(FakeReplicas([whole]))
     assert (status, headers[b"x-a"], body) == (201, b"1", b'{"id": 1}')
@@ -98,8 +98,6 @@ def test_a_response_passes_unchanged_and_comments_are_no_output():
     status, _, body = post(replicas)
     assert (status, body) == (200, COMMENT + COMMENT + b"data: a\n\n")
 
-
-def test_a_request_without_output_is_sent_to_another_replica():
     replicas = FakeReplicas([Lost], [Lost], [first(b"data: a\n\n"), END])
 
     status, _, body = post(replicas)

@@ -213,7 +213,7 @@ def test_records_are_those_of_quire_batch(actor, tmp_path):
     assert {record["line"]: without_times(record) for record in records} == wanted
 
 
-def test_columns_are_members_of_lines(actor):
+def test_columns_are_members_of_lines_of_which_one_is_the_prompt(actor):
     batch = {
         "id": np.array(["a", "b"]),
         "prompt": np.array(["<|doc|>One", "<|doc|>Two"]),
@@ -227,8 +227,6 @@ def test_columns_are_members_of_lines(actor):
     assert [record["id"] for record in records] == ["a", "b"]
     assert records[0]["usage"]["completion_tokens"] == 2
 
-
-def test_another_column_may_be_the_prompt_and_one_is_needed():
     lines, numbers = lines_of({"text": ["a"], NUMBER: [4]}, prompt_key="text")
     assert (json.loads(lines[0]), numbers) == ({"text": "a"}, [4])
     with pytest.raises(ConfigError, match="expected a column line, prompt"):

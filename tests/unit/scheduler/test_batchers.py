@@ -56,7 +56,7 @@ def steps(load):
 JOBS = [(6, 3), (8, 9), (5, 5), (20, 4), (7, 2), (19, 6), (4, 4)]
 
 
-def test_static_batch_completes_before_the_next_batch_starts():
+def test_static_and_pd_batches_prefill_by_their_rules():
     load = load_of("static")
     names, plans, spans = [r.request_id for r in submit(load, *JOBS)], steps(load), {}
     for number, (tokens, _) in enumerate(plans):
@@ -68,8 +68,6 @@ def test_static_batch_completes_before_the_next_batch_starts():
     assert len(set(ends)) > 1  # outputs are returned as they end
     assert all(not decoding or len(tokens) == len(decoding) for tokens, decoding in plans)
 
-
-def test_pd_prefills_prompts_of_similar_length_together():
     load = load_of("pd")
     lengths = {r.request_id: len(r.prompt_token_ids) for r in submit(load, *JOBS)}
     entered = dict.fromkeys(name for tokens, _ in steps(load) for name in tokens)

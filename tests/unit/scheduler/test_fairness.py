@@ -209,7 +209,7 @@ def test_meter_counts_each_tenant_separately():
     assert meter.report() == expected
 
 
-def test_report_includes_bytes_of_the_accounts():
+def test_report_includes_accounts_and_folds_idle_tenants():
     accounts = TenantAccounts(parse_tenants("a:guaranteed=200B;b"), 1000)
     accounts.note({"b": 300, "public": 100}, waiting=["a"])
     meter = TenantMeter()
@@ -219,8 +219,6 @@ def test_report_includes_bytes_of_the_accounts():
         TenantStats(tenant="b", num_requests=1, held_bytes=300, share_bytes=350),
     )
 
-
-def test_min_recent_idle_tenants_are_folded_into_others():
     meter = TenantMeter()
     for number in range(IDLE_KEPT + 3):
         meter.submitted(f"t{number}")

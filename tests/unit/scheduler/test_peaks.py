@@ -128,7 +128,7 @@ def test_scoring_pass_needs_its_slots_in_one_layer_or_in_all():
     assert pages(peaks, replace(need, decodes=True)) == [4 * 3] * 2
 
 
-def test_each_request_is_counted_with_its_own_statistics():
+def test_each_request_counts_its_own_statistics_and_pages_it_will_write():
     peaks = peaks_of(None, WINDOW, statistics=(SUMS, RING))
     requested = [(), (SUMS,), (RING,), (SUMS, RING)]
     specs = [EvictionSpec(cap=8, every=2, statistics=statistics) for statistics in requested]
@@ -144,17 +144,15 @@ def test_each_request_is_counted_with_its_own_statistics():
     needs = [Need(40), Need(40, 40, capped), Need(4), Need(12, 9, capped)]
     assert peaks.counts(needs)[:, 0].tolist() == [20, 4, 2, 4]  # in the order of the requests
 
-
-# ---- sharing -------------------------------------------------------------------------------------
-
-
-def test_pages_that_will_be_written_are_not_counted_as_shared():
     peaks = peaks_of(None, WINDOW, statistics=(SUMS,))
     capped = EvictionSpec(cap=20, every=4, statistics=(SUMS,))
     assert peaks.shared_counts(Need(18, 18, capped), 16).tolist() == [8, 0, 4]
     assert peaks.shared_counts(Need(30, 18, capped), 16).tolist() == [0, 0, 4]
     assert peaks.shared_counts(Need(30, 18), 16).tolist() == [8, 0, 4]
     assert peaks.shared_counts(Need(30, 18), 0).tolist() == [0, 0, 0]
+
+
+# ---- sharing -------------------------------------------------------------------------------------
 
 
 def test_forks_share_whole_pages_but_none_of_windows_or_statistics():

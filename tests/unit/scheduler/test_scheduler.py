@@ -251,7 +251,7 @@ def test_request_waits_for_the_next_step_or_for_a_batch_slot(engine_of):
     assert first.needed_bytes == engine.scheduler.memory.row_bytes(running.memory.row)
 
 
-def test_request_waits_for_pages_and_asking_for_causes_changes_nothing(engine_of):
+def test_request_waits_for_a_step_pages_or_the_limit_of_its_tenant(engine_of):
     engine = engine_of(memory="2MiB")
     submit(engine, 8)
     engine.step()
@@ -266,8 +266,6 @@ def test_request_waits_for_pages_and_asking_for_causes_changes_nothing(engine_of
     assert engine.stats().as_dict() | {"times": None} == before
     assert engine.events.num_events == events
 
-
-def test_request_waits_for_the_limit_of_its_tenant(engine_of):
     engine = engine_of(tenants="red:guaranteed=0,burst=1200KiB; blue")
     submit(engine, 4, tenant="red")
     submit(engine, 1, tenant="blue")

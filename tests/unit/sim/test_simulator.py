@@ -83,7 +83,7 @@ def test_request_time_is_the_sum_of_its_steps():
     assert record.queue_s == 0.0
 
 
-def test_request_waits_for_the_running_step_only():
+def test_request_waits_for_the_running_step_and_has_one_token_or_more():
     result = simulate(trace(request(1, 0, 100, 2), request(2, 0.0001, 5, 1)), CONFIG)
     first, second = result.records
 
@@ -96,8 +96,6 @@ def test_request_waits_for_the_running_step_only():
     assert result.gauges.time_s == pytest.approx(result.records[1].finish_s)
     assert result.busy_s < 0.1
 
-
-def test_empty_output_counts_as_one_token():
     [record] = simulate(trace(request(1, 0, 5, 0)), CONFIG).records
     assert record.answer_tokens == 1
     assert record.first_token_s == record.finish_s > 0

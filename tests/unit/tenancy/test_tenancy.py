@@ -319,7 +319,7 @@ def test_any_valid_tenant_name_is_accepted_without_configured_tenants(name):
         checked_tenant(accounts_of("b;a"), "c")
 
 
-def test_unconfigured_tenant_names_are_not_stored():
+def test_names_of_unconfigured_tenants_and_limits_of_others():
     accounts = TenantAccounts((), POOL)
     empty_bytes = len(pickle.dumps(accounts))
     for number in range(5_000):
@@ -327,9 +327,6 @@ def test_unconfigured_tenant_names_are_not_stored():
     assert not accounts.specs
     assert accounts.tenants == []
     assert len(pickle.dumps(accounts)) == empty_bytes
-
-
-def test_request_above_the_limit_of_its_tenant_never_fits():
     accounts = accounts_of("a:guaranteed=100B,burst=50B;b")
     accounts.refuse_if_never("a", 150)
     accounts.refuse_if_never("b", POOL)

@@ -474,7 +474,7 @@ VISIBLE = {
 }  # fmt: skip
 
 
-def test_a_query_attends_to_its_row_with_one_mask_per_layer_type():
+def test_queries_attend_to_their_rows_and_unsupported_layers_are_refused():
     for case, (positions, columns, window, expected) in VISIBLE.items():
         found = visible(torch.tensor(positions), columns, window)
         assert found[:, 0].int().tolist() == expected, case
@@ -489,8 +489,6 @@ def test_a_query_attends_to_its_row_with_one_mask_per_layer_type():
     assert masks["full_attention"].dtype == torch.bool
     assert mistral_mask.tolist() == [[[[0.0] * 4]]]
 
-
-def test_unsupported_layers_and_attention_are_refused_by_name():
     with pytest.raises(UnsupportedModel, match=r"expected attn_implementation sdpa or eager"):
         check_implementation("flex_attention")
     config = zoo.build("qwen2").config

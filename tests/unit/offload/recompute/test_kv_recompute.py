@@ -201,7 +201,7 @@ def test_attention_is_equal_for_all_divisions_of_a_prefix(codec, tolerance, seed
     assert not prefixes.pool.used_bytes
 
 
-def test_whole_prefix_can_be_recomputed_or_attended_on_the_cpu():
+def test_prefixes_are_recomputed_attended_or_transferred_without_x():
     """In both cases no KV is transferred."""
     total = 24
     for recomputed, host in ((total, 0), (0, total)):
@@ -219,8 +219,6 @@ def test_whole_prefix_can_be_recomputed_or_attended_on_the_cpu():
         kv.offload.step(FlatBatch.of(*one, kv.store.device))
         assert not [t for t in kv.offload.splits.timed[-1] if t.kind == "KV in"]
 
-
-def test_tokens_without_stored_x_are_transferred():
     kv, model, known = kv_offload(make(), 0, blocks=1), Linear(), {}
     kv.offload.kv_recompute.tokens.tokens = known
     fix_split(kv, 1000, 0)

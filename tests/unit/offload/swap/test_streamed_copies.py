@@ -155,7 +155,7 @@ def add_copy(fences, page, worker):
     fences.add(np.array([page], dtype=np.int32), 64, worker.submit(lambda: None, 64))
 
 
-def test_fence_covers_bytes_of_pages_of_other_sizes():
+def test_fences_cover_pages_of_other_sizes_and_end_with_their_copies():
     fences, worker = CopyFences(), LazyWorker()
     add_copy(fences, 3, worker)
 
@@ -166,8 +166,6 @@ def test_fence_covers_bytes_of_pages_of_other_sizes():
     assert worker.num_waiting == 0
     assert len(fences) == 0
 
-
-def test_fences_of_ended_copies_are_dropped():
     fences, worker = CopyFences(), LazyWorker()
     for page in range(3):
         add_copy(fences, page, worker)
@@ -220,7 +218,7 @@ def pooled(memory, total_bytes=64 * PAGE_BYTES):
     return HostPool(total_bytes, host), host
 
 
-def test_pages_of_a_layer_are_contiguous_in_the_pool():
+def test_extents_are_contiguous_by_layer_and_separate_by_page_class():
     memory = one_group(num_lanes=2)
     row = started(memory, 4)
     other = started(memory, 4)
@@ -237,8 +235,6 @@ def test_pages_of_a_layer_are_contiguous_in_the_pool():
     assert host.bytes[: 6 * PAGE_BYTES].tobytes() == before
     assert swapped.stored.space.num_extents == 1
 
-
-def test_each_page_class_has_a_separate_extent():
     sums = LaneGroup(name="sums", page_class=plain_class(value=False), layers=(0,), private=True)
     memory = with_groups(LaneGroup(name="kv", page_class=plain_class(), layers=(0,)), sums)
     pool, host = pooled(memory)
@@ -378,16 +374,14 @@ def check_round_trip(device, copies):
     memory.check()
 
 
-def test_copied_batches_are_counted():
+def test_batches_are_counted_and_packed_in_separate_memory():
     memory, pool, rows = filled(CPU, staged_in_tiny_batches)
     num_bytes = memory.row_bytes(rows[0])
     swap_out(memory, [rows[0]], pool)
     assert pool.copies.num_bytes == num_bytes
     assert pool.copies.num_batches >= num_bytes / LARGE.page_bytes
 
-
-def test_streams_pack_their_batches_in_separate_memory():
-    """A prefetch on its own stream may be in flight while the compute stream saves pages."""
+    # A prefetch on its own stream may be in flight while the compute stream saves pages
     stream = [7]
     memory, pool, rows = filled(
         CPU, lambda store: StagedCopies(store, HOST, 1 << 12, stream_of=lambda _: stream[0])

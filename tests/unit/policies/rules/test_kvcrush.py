@@ -151,7 +151,7 @@ def test_figure_3_example():
     assert retained_positions(view, retained) == [[0, 1, 2, 5]]
 
 
-def test_random_pick_depends_on_the_seed():
+def test_random_picks_depend_on_the_seed_and_equal_signatures_on_positions():
     history = history_of(tokens=200)
     policies = [KVCrush(base=BASE, pick="random", share=0.5, seed=seed) for seed in (0, 1)]
     view = history.view(policies[0].statistics)
@@ -162,9 +162,7 @@ def test_random_pick_depends_on_the_seed():
     check(history, policies[0], 60)
     assert not torch.equal(first, other)
 
-
-def test_equal_signatures():
-    """All tokens are equal: those at the lowest positions are promoted, slices are even."""
+    # all tokens are equal: those at the lowest positions are promoted, slices are even
     each = AttentionSum().each()
     view = KVView(torch.arange(12)[None], 12, group=3, statistics={each.name: torch.ones(3, 12)})
 

@@ -626,7 +626,7 @@ def encode(text):
     return [ord(letter) - ord("A") + 100 for letter in text]
 
 
-def test_a_prompt_is_repeated_in_chunks_after_a_text():
+def test_prompts_are_repeated_in_chunks_that_fit_the_slots():
     """From the second chunk on, the text names the last tokens of the chunk before."""
     assert PASS.token_ids(range(9), encode) == (
         [100, 100, 100, 0, 1, 2, 3],
@@ -641,9 +641,7 @@ def test_a_prompt_is_repeated_in_chunks_after_a_text():
     with pytest.raises(ConfigError, match="as 9 tokens, expected at most 7"):
         PASS.token_ids([1], lambda text: [0] * 3 * len(text))
 
-
-def test_slots_are_those_of_the_longest_chunk_with_a_token_per_byte():
-    """One chunk: 3 bytes and 4 more. Several: 2 + 2 + 1 and twice 4."""
+    # one chunk: 3 bytes and 4 more. Several: 2 + 2 + 1 and twice 4
     assert [PASS.slots(tokens) for tokens in (1, 4, 5, 900)] == [1 + 7, 4 + 7, 4 + 13, 4 + 13]
     assert [PASS.tokens(tokens) for tokens in (4, 5, 9)] == [4 + 7, 5 + 2 * 13, 9 + 3 * 13]
 
