@@ -20,7 +20,6 @@ SMALL = {"window": 4, "lag": 4, "recent": 3, "last": 4, "beta": 4, "threshold": 
 }
 
 GRANULARITIES = ("token", "token", "token", "chunk", "page")
-PIECES_ONLY = ("kvcrush_openvino",)
 TOKEN_CODECS = (
     *("int8", "fp8", "int4", "int8/int4", "int4_outliers", "int4_hadamard", "int2"),
     *("int8+sinks=2+residual=8", "int4+residual=8"),
@@ -67,7 +66,7 @@ def _is_sound(text: str) -> bool:
 def _draw_rule(rng: random.Random, page_tokens: int, *, budgets: bool) -> str:
     name = rng.choice(sorted(registered()))
     when = rng.choice((*SCHEDULES, "pressure"))
-    granularity = "page" if name in PIECES_ONLY else rng.choice(GRANULARITIES)
+    granularity = "page" if name in ("kvcrush_openvino",) else rng.choice(GRANULARITIES)
     every = rng.randint(2, 8)
     cap = every + rng.randint(8, 24)
     if granularity == "page":
@@ -110,7 +109,6 @@ def _draw_budget(rng: random.Random, cap: int) -> str:
 
 CALIBRATED = ("int8_channel", "int4:equalise=1/int8", "kvquant4/int4", "none/int8_channel")
 PATTERNS = ("[a-d]{2}-[0-9]{3,12}", "(yes|no|perhaps)", '\\{"a": [0-9]{1,9}\\}')
-LAYERS_TIMES = 3
 SYNCHRONOUS = frozenset(
     {"batcher", "batch_invariant", "high_watermark", "scale_down_at", "tenants", "urgent"}
 )
@@ -134,7 +132,7 @@ def extend(case: Case) -> Case:
 def _weights(rng: random.Random, case: Case) -> Case:
     if rng.random() >= 0.12 or case.model.partition("*")[0] not in STREAMED:
         return case
-    model = case.model if "*" in case.model else f"{case.model}*{LAYERS_TIMES}"
+    model = case.model if "*" in case.model else f"{case.model}*{3}"
     schedule = case.schedule
     if rng.random() < 0.4:
         schedule = {**schedule, "objective": "throughput"}

@@ -34,14 +34,12 @@ def test_a_mended_case_stays_mended(line):
     assert outcome.outcome == OK, outcome.why
 
 
-def test_a_seed_draws_one_case_and_its_text_reads_back():
+def test_a_seed_draws_one_case_and_the_command_goes_on_where_it_stopped(tmp_path, capsys):
     for seed in range(200):
         case = draw(seed)
         assert draw(seed) == case
         assert from_json(case.to_json()).to_json() == case.to_json()
 
-
-def test_the_command_goes_on_where_it_stopped(tmp_path, capsys):
     out = tmp_path / "fuzz.jsonl"
     out.write_text(json.dumps({"seed": 1000, "outcome": "ok", "kinds": {}}) + '\n{"seed": 10')
     assert read(out).keys() == {1000}

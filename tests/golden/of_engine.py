@@ -20,7 +20,6 @@ from quire.sim.traces.base import TraceOptions
 from quire.sim.traces.loading import load_trace
 
 PROMPT = [5, 9, 2, 7] * 10
-CROWD = [[3 + i, 11, 4, 8] * 3 for i in range(3)]
 STEPS = 8  # of a crowd until one of it has left
 MAX_TRIES = 200
 SMALL_PAGES = {"page_tokens": 4}
@@ -50,7 +49,7 @@ def crowd(workshop: Workshop, *, preempt: str = "auto", **options: object) -> Wa
     engine = workshop.engine(schedule=schedule, **kv)
     events: list[KVEvent] = []
     engine.events.subscribe(events.append)
-    for number, prompt in enumerate(CROWD):
+    for number, prompt in enumerate([[3 + i, 11, 4, 8] * 3 for i in range(3)]):
         tenant = "red" if number == 1 else "default"
         engine.submit(GenerationRequest(prompt, greedy(16), request_id=f"r{number}", tenant=tenant))
     engine.submit(

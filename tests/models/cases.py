@@ -33,8 +33,6 @@ from support.kv_options import kv_config
 
 # ---- what Transformers computes: the prompt in one call, then single tokens ----------------------
 
-SHIFTED_BY = 7  # positions of output tokens, in the negative control
-
 
 @dataclass(frozen=True)
 class Expected:
@@ -268,7 +266,7 @@ def _control(bench: "Bench") -> str:
     """What changes the tokens of Transformers and its logits: the comparison would see it."""
     right = bench.expected["r0"]
     wrong = {
-        "positions": decode(bench.model, right.prompt, NEW_TOKENS, shifted_by=SHIFTED_BY),
+        "positions": decode(bench.model, right.prompt, NEW_TOKENS, shifted_by=7),
         "order": decode(bench.model, with_other_order(right.prompt), NEW_TOKENS),
     }
     for name, other in wrong.items():

@@ -327,7 +327,6 @@ def test_tokens_of_shared_prefixes_and_forks_are_encoded_once(codec, monkeypatch
 
 @pytest.mark.parametrize("codec", ["int8", "int4:group=8", "int8+residual=4", "none/int8"])
 def test_prefix_keys_depend_on_the_codec(codec):
-    """Equal tokens have different keys in the prefix index for different codecs."""
     roots = []
     for text in (codec, "none", "int4", codec):
         engine = Engine(loaded("qwen3"), KVConfig(memory="1MiB", codec=text), ScheduleConfig())

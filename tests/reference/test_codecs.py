@@ -85,7 +85,6 @@ def assert_undisturbed(codec: str, rule: str, other: Run) -> None:
 
 @pytest.mark.parametrize(("codec", "rule"), covering())
 def test_batches_and_chunks_change_no_logits(codec, rule):
-    """Prefill attends to stored codes, for every chunk size."""
     assert_undisturbed(codec, rule, answer(codec, rule, chunk_tokens=7, max_num_batched_tokens=20))
 
 

@@ -288,7 +288,6 @@ def test_retained_tokens_do_not_depend_on_the_page_size_or_on_chunks(apart, page
 
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])
 def test_a_preempted_request_evicts_the_same_tokens(apart, preempt):
-    """Recomputed by its trace, or swapped in with its statistics."""
     host = "4MiB" if preempt == "swap" else 0
     often = run(jobs_of(RULES), host=host, preempt=preempt, preempts=2)
 
@@ -802,7 +801,6 @@ def additive(seen: torch.Tensor) -> torch.Tensor:
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "deepseek_v3"])
 def test_logits_equal_transformers_with_the_evicted_keys_masked(name):
-    """Alone, in a batch and in chunks."""
     model, expected = zoo.build(name), logits_of(name)
     for key, prompt in LONG.items():
         ours = torch.stack(expected[key])

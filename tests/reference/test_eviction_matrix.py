@@ -47,8 +47,6 @@ SMALL = {"window": 6, "lag": 6, "recent": 5, "last": 6, "beta": 4, "threshold": 
     "scores": "0.9/0.1/0.3/0.2",
 }
 """Option values of cases, for rules and budgets that have the option."""
-NEVER_REACHED = 500  # by the smallest share that a budget gives a lane either
-PRESSED_AT = (3, 9)  # output tokens after which the `pressure` schedule evicts
 NEAR_TIE, NEAR_TIES = 1e-6, Counter[str]()
 
 PROMPTS = dict(zip("ab", ([*p, *[7] * 9] for p in make_prompts(2, 60, seed=3)), strict=True))
@@ -190,7 +188,7 @@ cases = pytest.mark.parametrize(
 def press(engine: Engine) -> None:
     """Evict under pressure at the same tokens in every run, for every memory size."""
     for request in list(engine.scheduler.running):
-        if request.progress.num_computed - len(request.prompt_token_ids) in PRESSED_AT:
+        if request.progress.num_computed - len(request.prompt_token_ids) in (3, 9):
             engine.scheduler.capacities.evict_under_pressure([request])
 
 
@@ -306,7 +304,7 @@ def _say_near_ties():
 @cases
 def test_retained_tokens_depend_on_the_cap_but_not_on_pages_batches_or_chunks(case):
     requested = case.requests.items()
-    evict = {name: case.with_cap(NEVER_REACHED, option) for name, (_, option) in requested}
+    evict = {name: case.with_cap(500, option) for name, (_, option) in requested}
     if case.budget == "uniform":  # the last answer is never processed
         evict = {n: case.with_cap(len(p) + NEW_TOKENS - 1, o) for n, (p, o) in requested}
     full, capped = run_case(case, dict.fromkeys(case.requests, "full")), run_case(case, evict)

@@ -96,7 +96,7 @@ def test_the_kv_of_an_open_request_includes_its_output(path):
     assert list(found.token_ids) == rest
 
 
-def test_imported_blocks_are_published_as_events(path):
+def test_imports_publish_blocks_to_requests_of_the_same_tenant_and_salt(path):
     prefill, decode, computed, loaded = llm_of(), llm_of(), Listener(), Listener()
     prefill.engine.prefix_events.subscribe(computed)
     decode.engine.prefix_events.subscribe(loaded)
@@ -106,8 +106,6 @@ def test_imported_blocks_are_published_as_events(path):
     assert loaded.known == computed.known
     assert len(loaded.known) == 37
 
-
-def test_only_requests_of_the_same_tenant_and_salt_use_an_import(path):
     prefill, decode = llm_of(), llm_of()
     prefill.export_kv(PROMPT, path, cache_salt="x")
     decode.import_kv(path, cache_salt="y")

@@ -242,7 +242,6 @@ def test_evicting_beams_fit_in_less_memory_with_offload(rule):
 
 
 def test_requests_with_a_common_prefix_share_its_offloaded_pages():
-    """The second request finds the prefix of the first in the cache; both continue."""
     requests = [([*LONG[:100], 7 + i, *LONG[:20]], greedy(NEW_TOKENS)) for i in range(3)]
     schedule = {"admission": "optimistic", "max_num_batched_tokens": 16}
     engine, logits, _ = run("llama", 0.95, requests, schedule=schedule)

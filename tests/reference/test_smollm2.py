@@ -19,7 +19,6 @@ from support.engines import Expected
 
 NEW = 16
 TOLERANCE = 1e-3  # two logits of the largest difference of float32 products are a tie
-TOPICS = ("the Moon", "bread", "a violin", "rain", "chess", "the heart", "Rome", "salt")
 QUESTIONS = (
     "Tell me one fact about {}.",
     "Explain {} to a child in one sentence.",
@@ -28,7 +27,7 @@ QUESTIONS = (
 CHATS = [
     [{"role": "user", "content": question.format(topic)}]
     for question in QUESTIONS
-    for topic in TOPICS
+    for topic in ("the Moon", "bread", "a violin", "rain", "chess", "the heart", "Rome", "salt")
 ]
 
 

@@ -319,7 +319,7 @@ def test_chunks_equal_the_whole_completion_or_chat(stream, complete, chat):
     assert text == chat(**CHAT)["choices"][0]["message"]["content"]
 
 
-def test_choices_share_one_stream_and_continuous_usage_is_in_every_chunk(stream, complete):
+def test_choices_share_a_stream_whose_last_chunk_has_the_usage(stream, complete, chat):
     options = {"prompt": PROMPTS, "n": 2, "temperature": 1.0, "seed": 4, "ignore_eos": True}
     chunks = stream(COMPLETIONS, **options, max_tokens=5)
     for choice in complete(**options, max_tokens=5)["choices"]:
@@ -334,8 +334,6 @@ def test_choices_share_one_stream_and_continuous_usage_is_in_every_chunk(stream,
     assert counts[0] < counts[-1] == 5
     assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == 1
 
-
-def test_usage_is_in_a_last_chunk_without_choices(stream, complete, chat):
     long = {"prompt": PROMPT, "max_tokens": 1_000, "ignore_eos": True}
     for path, body, whole in (
         (COMPLETIONS, long, complete(**long)),

@@ -3,7 +3,6 @@ import pytest
 from quire.errors import InvariantError
 from serve.conftest import CHATS, COMPLETIONS, JSON, PROMPT, USER, error_of
 
-IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 STRICT = {"limit_max_tokens": False}
 BEAMS = {"use_beam_search": True}
 LONG_NAME = "max_completion_tokens"
@@ -129,7 +128,7 @@ def test_output_that_fits_has_no_limit(post):
         (said(5), "messages.0.content", "got 5"),
         (said([{"type": "text"}]), "messages.0.content.0.text", "required"),
         (
-            said([IMAGE]),
+            said([{"type": "image_url", "image_url": {"url": "data:,"}}]),
             "messages.0.content.0.type",
             "messages.0.content.0.type: expected text, got image_url: images, audio and files are "
             "not supported",

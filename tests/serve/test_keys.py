@@ -244,7 +244,7 @@ def test_probes_need_no_key_and_other_paths_accept_a_valid_one(send, headers):
     assert [response.status_code for response in responses] == [200] * len(calls)
 
 
-def test_websocket_needs_a_key():
+def test_websockets_need_a_key_and_bodies_without_one_are_not_read(send):
     app = FastAPI()
 
     @app.websocket("/live")
@@ -260,8 +260,6 @@ def test_websocket_needs_a_key():
         pass
     assert refused.value.code == 1008
 
-
-def test_body_without_a_key_is_not_read(send):
     read = []
 
     async def body():
@@ -332,15 +330,15 @@ def test_too_long_text_is_not_tokenized(serve, llm, monkeypatch, path, body, par
     assert max(tokenized, default=0) < 100
 
 
-def test_texts_up_to_the_context_are_tokenized_and_cache_positions_have_no_limit(post):
+def test_too_many_token_ids_are_not_decoded_and_texts_up_to_the_context_are(
+    post, serve, llm, monkeypatch
+):
     assert post("/tokenize", prompt=" particular" * 512).json()["count"] == 512
     options = {"max_tokens": 1, "evict": "recent:cap=64,positions=cache"}
     response = post(COMPLETIONS, prompt="Once upon a time " * 1_000, **options)
     assert response.status_code in (200, 400)
     assert "characters, at least" not in response.text
 
-
-def test_too_many_token_ids_are_not_decoded(serve, llm, monkeypatch):
     decoded = []
 
     async def main(client):

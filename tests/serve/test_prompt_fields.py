@@ -535,7 +535,7 @@ def run(main, threads):
     return asyncio.run(asyncio.wait_for(with_pool(), 20))
 
 
-def test_work_runs_in_a_thread_that_an_exception_does_not_end():
+def test_work_runs_in_one_thread_round_robin_and_survives_exceptions():
     async def main(pool):
         with pytest.raises(ZeroDivisionError):
             await pool.run("a", lambda: 1 / 0)
@@ -543,8 +543,6 @@ def test_work_runs_in_a_thread_that_an_exception_does_not_end():
 
     assert run(main, 1).startswith("test")
 
-
-def test_tenants_are_served_round_robin_and_removed_when_idle():
     jobs, order = ["a0", "a1", "a2", "a3", "b0", "b1", "c0"], []
 
     async def main(pool):

@@ -55,11 +55,9 @@ def test_promtool_accepts_configuration_and_alerts():
 
 # ---- Kubernetes ----------------------------------------------------------------------------------
 
-KUBERNETES = DEPLOY / "kubernetes"
-
 
 def manifests(name):
-    return list(yaml.safe_load_all((KUBERNETES / name).read_text()))
+    return list(yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text()))
 
 
 def pod_of_deployment():
@@ -109,7 +107,7 @@ def test_pods_live_longer_than_the_shutdown_of_the_server_that_probes_reach():
         assert pod["spec"]["terminationGracePeriodSeconds"] > max(timeouts)
 
 
-def test_the_application_of_ray_is_built_from_its_arguments():
+def test_ray_is_built_from_arguments_and_keys_come_from_a_secret():
     service = manifests("rayservice.yaml")[0]["spec"]
     config = yaml.safe_load(service["serveConfigV2"])
     [application] = config["applications"]
@@ -123,8 +121,6 @@ def test_the_application_of_ray_is_built_from_its_arguments():
     assert workers["maxReplicas"] == recipe.ray.max_replicas
     assert recipe.ray.cpus == float(worker["resources"]["requests"]["cpu"])
 
-
-def test_keys_come_from_a_secret():
     containers = [pod["spec"]["containers"][0] for pod in (pod_of_deployment(), *pods_of_ray())]
     for container in containers:
         sources = {found["name"]: found["valueFrom"] for found in container["env"]}

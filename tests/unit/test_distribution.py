@@ -45,7 +45,6 @@ EXTRA_OF_PACKAGE = {
     "evals/lm_eval": ("lm-eval",),
 }
 """Packages of Quire whose modules import an extra when they are loaded."""
-OPTIONAL_PACKAGES = {"serve", "lm_eval"}
 TRITON = {"triton"}
 """Installed with builds of PyTorch for CUDA; `quire.kernels.triton` is imported only with it."""
 
@@ -156,7 +155,7 @@ def test_core_modules_load_and_generate_without_server_packages() -> None:
     modules = [
         ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
         for path in sorted((ROOT / "src/quire").rglob("*.py"))
-        if not OPTIONAL_PACKAGES.intersection(path.relative_to(ROOT / "src/quire").parts)
+        if not {"serve", "lm_eval"}.intersection(path.relative_to(ROOT / "src/quire").parts)
         and path.stem != "__main__"
     ]
     run = "['quire', 'generate', 'quire-tiny', '-p', 'once', '--max-tokens', '2']"

@@ -166,7 +166,6 @@ def test_writes_of_private_attributes_are_found(line: str, is_found: bool) -> No
 # ---- modules of the no-torch contract ------------------------------------------------------------
 
 HEAVY = ("torch", "transformers")
-LOADED_BY_THEIR_PACKAGE = ("quire.hf.",)  # its `__init__` is for users of Transformers
 
 
 def torch_free_modules() -> list[str]:
@@ -176,7 +175,7 @@ def torch_free_modules() -> list[str]:
     [contract] = [each for each in contracts if each["id"] == "no-torch"]
     found = set()
     for name in contract["source_modules"]:
-        if name.startswith(LOADED_BY_THEIR_PACKAGE):
+        if name.startswith(("quire.hf.",)):
             continue
         path = ROOT / "src" / Path(*name.split("."))
         files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]

@@ -47,7 +47,7 @@ def by_name(left: "Float[Tensor, ' n']", right: "Float[Tensor, ' n']") -> "Float
     return left + right
 
 
-def test_shapes_and_types_of_quire_are_checked():
+def test_types_shapes_and_axis_sizes_of_quire_are_checked():
     logits = torch.zeros(2, 5)
     apply_temperature(logits, torch.ones(2))
     with pytest.raises(WRONG, match="temperatures"):
@@ -60,8 +60,6 @@ def test_shapes_and_types_of_quire_are_checked():
     with pytest.raises(WRONG, match="tokens"):
         Need("1")
 
-
-def test_axis_sizes_agree_in_arguments_results_and_calls():
     doubled(torch.ones(3))
     with pytest.raises(WRONG):
         doubled(torch.ones(3), wrong=True)

@@ -469,7 +469,7 @@ def test_states_and_latents_of_several_widths_are_shown(folder, model_type, code
         assert part in text, text
 
 
-def test_values_of_a_config_file_are_defaults_and_flags_take_precedence(folder, tmp_path):
+def test_memory_bar_is_proportional_and_a_config_file_has_defaults(folder, tmp_path):
     file = tmp_path / "engine.toml"
     file.write_text(
         f'model = "{folder}"\nkv-codec = "int8"\nkv-memory = "1MiB"\nblock-size = 32\n'
@@ -485,9 +485,7 @@ def test_values_of_a_config_file_are_defaults_and_flags_take_precedence(folder, 
     refused = quire_plan("--config", str(file), "--evict", "recent:cap=64")
     assert (refused.exit_code, "--maximize-batch" in refused.output) == (2, True)
 
-
-def test_memory_bar_is_proportional(folder: Path):
-    """64 cells for 2 MiB: KV 512 KiB, 1 B of activations; half (up to rounding) headroom."""
+    # 64 cells for 2 MiB: KV 512 KiB, 1 B of activations; half (up to rounding) headroom
     sizes = "--memory 2MiB --headroom 1MiB --kv-memory 512KiB --activation-peak 1B --device cuda"
     result = quire_plan(str(folder), *sizes.split())
     bar = next(line for line in result.output.splitlines() if line.startswith("["))

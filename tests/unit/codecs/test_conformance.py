@@ -263,14 +263,13 @@ ROUNDING = 2**-21  # float32 rounding, relative to the largest element
 UNDERFLOW = torch.finfo(torch.float32).smallest_normal
 
 _sizes = st.sampled_from((1e-9, 1e-6, 1e-3, 1.0, 300.0, LARGEST))
-_unit = st.floats(-1, 1, width=32)
 
 
 @st.composite
 def vectors(draw):
     """[head, token, head_dim] around an offset; the range may be small relative to the offset."""
     spread, offset = draw(_sizes), draw(_sizes) * draw(st.sampled_from((-1, 0, 1)))
-    numbers = draw(arrays(np.float32, (2, ROWS, WIDTH), elements=_unit))
+    numbers = draw(arrays(np.float32, (2, ROWS, WIDTH), elements=st.floats(-1, 1, width=32)))
     found = torch.from_numpy(numbers * np.float32(spread) + np.float32(offset))
     return found.clamp(-LARGEST, LARGEST)
 

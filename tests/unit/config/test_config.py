@@ -190,7 +190,7 @@ WRONG = {
 }
 
 
-def test_errors_name_the_option_the_expected_and_the_given_value():
+def test_errors_name_values_which_are_python_tuples_and_hash_equal():
     for name, value in [(name, value) for name, values in WRONG.items() for value in values]:
         with pytest.raises(RequestError, match=name):
             SamplingParams(**{name: value})
@@ -200,8 +200,6 @@ def test_errors_name_the_option_the_expected_and_the_given_value():
         SamplingParams(top_p=1.5)
     assert str(refusal.value) == "top_p must be a finite number in (0, 1], got 1.5"
 
-
-def test_values_are_python_tuples_and_equal_options_hash_equal():
     bias = {1: 2.0}
     lists = {"stop_token_ids": [3, 4], "bad_token_ids": [[1], [2, 3]], "allowed_token_ids": {7}}
     given = {"max_tokens": np.int64(8), "temperature": np.float32(0.5), "top_p": 1}

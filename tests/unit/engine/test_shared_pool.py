@@ -241,7 +241,7 @@ def test_leaving_member_drops_its_cache_and_releases_its_guarantee(models, expec
     Engine(models["gpt2"], KV, pool=pool.join("gpt2", guaranteed="76KiB"))
 
 
-def test_member_with_requests_cannot_leave(models, expected):
+def test_members_with_requests_stay_and_other_devices_and_threads_are_rejected(models, expected):
     pool, members = make_engines(models)
     ids = submit(members["gpt2"], expected["gpt2"])
     with pytest.raises(ConfigError, match=r"0 requests .*hold 0 B, 12 are waiting"):
@@ -257,8 +257,6 @@ def test_member_with_requests_cannot_leave(models, expected):
         members["gpt2"].cancel(request_id)
     pool.leave("gpt2")
 
-
-def test_another_device_other_threads_and_too_long_requests_are_rejected(models):
     _, members = make_engines(models, "160KiB", ("16KiB", "72KiB"))
     layout = members["gpt2"].pool.kv.memory.layout
     member = SharedPool("128KiB").join("gpt2", guaranteed="64KiB")

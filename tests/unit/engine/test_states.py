@@ -360,7 +360,7 @@ def test_repeated_prompt_hits_in_a_memory_that_holds_one_request():
     assert engine.stats().num_preemptions == 0
 
 
-def test_requests_of_one_step_share_the_prefix_that_one_of_them_prefills(model):
+def test_requests_share_prefixes_and_output_tokens_are_cached_too(model):
     prompts = [[*PROMPT, i] for i in range(3)]
     alone, _ = generate(caching_engine(model, kv=NO_CACHE), prompts)
     engine = caching_engine(model)
@@ -375,8 +375,6 @@ def test_requests_of_one_step_share_the_prefix_that_one_of_them_prefills(model):
     assert outputs[0] == outputs[1]
     assert usages[1].cached_tokens == 4
 
-
-def test_output_tokens_are_cached_too(model):
     engine = caching_engine(model)
     [output], _ = generate(engine, [PROMPT])
     whole = [*PROMPT, *output, 4]

@@ -58,7 +58,7 @@ def test_default_group_is_the_largest_divisor_of_head_dim_up_to_64(head_dim, gro
     assert codec_spec("int4").group_of(head_dim) == group
 
 
-def test_group_that_does_not_divide_head_dim_is_rejected_with_alternatives():
+def test_names_have_their_options_and_groups_must_divide_head_dims():
     with pytest.raises(ConfigError, match=r"groups of 64 do not divide head_dim 80; .* 40 or 80"):
         codec_spec("int4:group=64").planes(80)
     with pytest.raises(ConfigError, match=r"do not divide head_dim 4; choose group=4, or leave"):
@@ -69,8 +69,6 @@ def test_group_that_does_not_divide_head_dim_is_rejected_with_alternatives():
     with pytest.raises(UnknownName):
         codec_spec("")
 
-
-def test_names_have_the_options_of_codecs_pairs_and_formats():
     found = codec_spec("int4_outliers:group=32, percent=2")
     assert found.name == "int4_outliers:group=32,percent=2"
     assert (found.rule, found.group, found.percent) == ("int4_outliers", 32, 2.0)
@@ -200,7 +198,7 @@ def test_invalid_format_is_rejected_with_the_reason(text, error, message):
         read_format(text)
 
 
-def test_codecs_in_messages_and_explicit_plain_types():
+def test_codecs_in_messages_plain_types_and_pages_of_full_precision():
     with pytest.raises(ConfigError, match=r"needs their type, such as \+plain=float32"):
         layout_for(MODEL, codec="kivi4", page_tokens=32)
     text = f"{MIXED}+plain=float32"
@@ -210,9 +208,7 @@ def test_codecs_in_messages_and_explicit_plain_types():
     with pytest.raises(ConfigError, match=r"computes in float32, .* or --dtype float16"):
         stored_codec("int8/float16", "float32")
 
-
-def test_full_precision_tokens_use_one_page_per_lane_for_any_length():
-    """4 + 64 tokens, key and value, 2 heads of 32 elements of 2 bytes."""
+    # 4 + 64 tokens, key and value, 2 heads of 32 elements of 2 bytes
     layout = layout_of("int4+sinks=4+residual=64")
     groups = {group.name: group for group in layout.groups}
 

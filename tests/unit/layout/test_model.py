@@ -105,7 +105,7 @@ def test_windows_and_names_of_layers_are_read():
     assert model.tied_embeddings
 
 
-def test_multi_query_has_one_kv_head_except_in_new_falcon_models():
+def test_shared_kv_heads_narrow_embeddings_and_packaged_models_are_counted():
     bigcode = GPT2 | {"model_type": "gpt_bigcode"}
     falcon = without(LLAMA_8B, "num_key_value_heads", "intermediate_size", model_type="falcon")
 
@@ -115,9 +115,7 @@ def test_multi_query_has_one_kv_head_except_in_new_falcon_models():
     newer = falcon | {"num_kv_heads": 8, "new_decoder_architecture": True}
     assert ModelSpec.from_config(newer).num_kv_heads == 8
 
-
-def test_narrow_embeddings_and_the_packaged_model_are_counted():
-    """OPT-350M: embeddings of 512, hidden 1024. Published: 331 million parameters."""
+    # OPT-350M: embeddings of 512, hidden 1024. Published: 331 million parameters
     config = {"model_type": "opt", "hidden_size": 1024, "word_embed_proj_dim": 512, "ffn_dim": 4096}
     config |= {"num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 50_272}
     model = ModelSpec.from_config(config | {"max_position_embeddings": 2048})

@@ -55,7 +55,6 @@ def test_ragged_batches_give_transformers_logits_and_bfloat16_is_near(name):
 @pytest.mark.parametrize("name", zoo.NATIVE)
 @pytest.mark.parametrize("codec", [None, "int8", "int4"])
 def test_modules_read_the_packed_weights(name: str, codec: str | None) -> None:
-    """Paths that run the modules of Transformers compute with the same weights."""
     decoder = native(name, codec)
     compare_with_transformers(decoder, codec=codec or "auto")
     (prompt,) = sequences(9, vocab_size=zoo.VOCAB_SIZE)

@@ -26,10 +26,9 @@ from support.streamed import load_streamed
 TOKENS = 23
 SCALED = {"phi3_longrope", "gpt_oss"}  # have a factor on cosines and sines, divided out of keys
 FUSED = {"phi3", "phi3_longrope", "gpt2", "gpt_neox"}
-UNKNOWN_ROPE = ("llama4",)
 COMPLEX = "deepseek_v2"
 LATENT = (COMPLEX, "deepseek_v32", "glm_moe_dsa")
-RECOMPUTED = [*(name for name in zoo.ARCHITECTURES if name not in UNKNOWN_ROPE), *LATENT]
+RECOMPUTED = [*(name for name in zoo.ARCHITECTURES if name not in ("llama4",)), *LATENT]
 
 
 class Storing(Recorder):

@@ -211,7 +211,6 @@ def test_inverse_rope_gives_the_projected_queries(name, projection):
 
 
 def test_rotations_use_the_rope_variant_of_the_forward():
-    """Queries of a long request are rotated by the long frequencies."""
     decoder = TransformersDecoder(zoo.build("phi3_longrope"))
     decoder.prepare(QueryMoments())
     rotations = [decoder.rotations(variant).mean_rotation(0, [5]) for variant in (0, 1)]

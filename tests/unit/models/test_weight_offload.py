@@ -278,7 +278,6 @@ def test_keys_are_computed_while_the_other_weights_are_in_transfer(name):
 
 @pytest.mark.gpu
 def test_cuda_stream_waits_for_late_transfers(rows):
-    """The compute stream waits for late copies."""
     device = torch.device("cuda")
     model, plain = Layers(7, 2048), Layers(7, 2048).to(device)
     layers = layer_weights(model, 7)

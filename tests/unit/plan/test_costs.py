@@ -421,7 +421,7 @@ def test_swap_out_swap_in_and_prefill_are_learned_separately():
     assert learned.num_samples == 900
 
 
-def test_rates_stored_as_zero_are_learned():
+def test_rates_stored_as_zero_are_learned_and_negative_fits_are_zero():
     """A non-negative fit may store zeros; the samples then have a call of 3 ms."""
     rng, learned = random.Random(6), LearnedCosts(costs_of(token_s=1e-5))
     for _ in range(200):
@@ -436,8 +436,6 @@ def test_rates_stored_as_zero_are_learned():
     assert out.bytes_per_s == pytest.approx(1e9, rel=0.05)
     assert prefill.square_s == pytest.approx(5e-9, rel=0.05)
 
-
-def test_fit_recovers_true_coefficients_and_negative_ones_are_zero():
     amounts = [(1, tokens, tokens**2) for tokens in (10, 50, 200, 1000)]
     seconds = [2e-3 + 1e-5 * tokens + 3e-9 * square for _, tokens, square in amounts]
     assert fit_seconds(amounts, seconds) == pytest.approx((2e-3, 1e-5, 3e-9))

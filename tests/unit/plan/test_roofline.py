@@ -241,7 +241,6 @@ def test_decode_step_reads_recurrent_states(kind: str, kv_bytes: int):
 
 
 def test_embedding_tables_and_experts_are_not_read_whole():
-    """One token reads its experts, and many tokens read all."""
     tied, untied = model_of(**TIED), model_of(learned_positions=50)
     assert untied.num_parameters > tied.num_parameters
     assert weights_read_bytes(untied, 1, 2) == weights_read_bytes(tied, 1, 2)

@@ -164,7 +164,7 @@ def test_ranked_choices_follow_their_ends_and_scores_no_best_choice(llama):
     assert scored == scored[:1] * 6
 
 
-def test_prompt_is_scored_once_for_all_choices(llama):
+def test_choices_are_scored_once_and_end_independently(llama):
     together, single, untold = (
         run_one(engine_of(llama), params)
         for params in (
@@ -180,8 +180,6 @@ def test_prompt_is_scored_once_for_all_choices(llama):
     assert found == pytest.approx(expected, abs=1e-4)
     assert [choice.finish_reason for choice in untold.choices] == ["length"] * 3
 
-
-def test_each_choice_ends_independently(llama):
     unstopped = [run_single(llama, seed).token_ids for seed in range(5, 9)]
     stop = unstopped[1][3]
 
@@ -246,7 +244,6 @@ def test_one_choice_can_be_cancelled(llama, index, after_steps):
     [(drawn(n=3), ()), (drawn(n=3, best_of=3), ()), (beams(beam_width=4), (1,))],
 )
 def test_all_choices_can_be_cancelled(llama, after_steps, params, index):
-    """Ranked beams are cancelled together."""
     output = cancelled(engine_of(llama, chunk_tokens=8), params, after_steps, *index)
     assert [choice.finish_reason for choice in output.choices] == ["abort"] * params.n
 
@@ -509,7 +506,7 @@ def test_undecodable_tokens_are_in_no_beam(llama, undecodable, options):
     assert not listed & set(undecodable)
 
 
-def test_non_finite_logits_end_the_search_with_an_error(llama):
+def test_errors_and_evictions_apply_to_every_beam(llama):
     engine = engine_of(llama)
 
     def broken(_module, _inputs, logits):
@@ -521,9 +518,7 @@ def test_non_finite_logits_end_the_search_with_an_error(llama):
     assert "NaN" in output.error
     assert [choice.finish_reason for choice in output.choices] == ["error"] * 2
 
-
-def test_eviction_applies_to_every_beam(llama):
-    """Prefill of a beam's tokens under the same rule gives each token the same score."""
+    # prefill of a beam's tokens under the same rule gives each token the same score
     policy = "recent:cap=12,every=4"
     engine = engine_of(llama, longest=12, evict=policy)
     for choice in run_one(engine, beams(n=3, max_tokens=12, logprobs=0)).choices:

@@ -154,7 +154,7 @@ def test_a_stream_with_output_ends_with_an_error_event(path, named):
         assert done == "data: [DONE]"
 
 
-def test_a_client_that_disconnects_cancels_the_request():
+def test_clients_that_disconnect_cancel_what_the_router_has_learned():
     async def main():
         waits = asyncio.Event()
         replicas = FakeReplicas([first(b"data: a\n\n"), waits])
@@ -170,8 +170,6 @@ def test_a_client_that_disconnects_cancels_the_request():
 
     assert (len(replicas.calls), replicas.num_closed) == (1, 1)
 
-
-def test_the_router_learns_tenant_session_replica_and_prompt():
     keys = TenantKeys({"a": (KEY_A,), "b": (KEY_B,)})
     replicas = FakeReplicas([first(b"{}", headers=JSON, is_last=True)])
     headers = [(b"authorization", f"Bearer {KEY_B}".encode()), (b"x-session-id", b"s1")]

@@ -66,7 +66,7 @@ def test_salts_and_bodies_that_no_replica_takes_share_no_blocks():
         block_hashes([1], 0)
 
 
-def test_a_longer_chat_shares_the_blocks_of_its_first_turns():
+def test_prompts_share_blocks_within_chats_salts_tenants_and_models():
     turns = [{"role": "system", "content": "s" * 40}, {"role": "user", "content": "u" * 40}]
     tools = [{"type": "function", "function": {"name": "f"}}]
 
@@ -76,8 +76,6 @@ def test_a_longer_chat_shares_the_blocks_of_its_first_turns():
     assert common_blocks(first, second) == len(first.prompt_blocks) > 10
     assert common_blocks(first, hints({"messages": turns})) == 0
 
-
-def test_salt_tenant_and_model_separate_prompts_and_a_session_is_named():
     body = {"prompt": "x" * 64}
     plain = hints(body)
 

@@ -73,7 +73,7 @@ def test_a_loaded_replica_is_avoided_until_its_next_report():
     assert found[0] == "r1"
 
 
-def test_a_request_that_another_replica_accepts_is_counted_there():
+def test_loads_are_counted_between_reports_and_moved_by_repeated_rankings():
     choice = choice_of("least_loaded")
     present = reports("r1", "r2")
     first = choice.rank("a", request(), present)[0]
@@ -87,8 +87,6 @@ def test_a_request_that_another_replica_accepts_is_counted_there():
     choice.ended("a", other)
     assert choice.num_open == 1
 
-
-def test_a_repeated_ranking_moves_the_request():
     choice = choice_of("round_robin")
     present = reports("r1", "r2")
 

@@ -156,7 +156,7 @@ def test_accounts_of_many_client_chosen_tenants_are_bounded(monkeypatch):
     assert not fairness.accounts.held_bytes("user-0")
 
 
-def test_has_several_tenants_only_while_two_have_requests():
+def test_tenants_are_several_while_two_have_requests_and_estimates_skip_cancelled():
     service = Service()
     request, fairness = service.submit(tenant="mine"), service.scheduler.fairness
     assert not fairness.has_several
@@ -173,8 +173,6 @@ def test_has_several_tenants_only_while_two_have_requests():
     assert service.tenant_report("mine").held_bytes == service.memory.row_bytes(request.memory.row)
     assert service.tenant_report("theirs").held_bytes == 0
 
-
-def test_estimated_rule_learns_only_from_outputs_that_were_not_cancelled():
     service = Service(admission="estimated")
     cancelled, ended = service.submit(), service.submit()
     service.step()

@@ -152,7 +152,6 @@ def test_beams_without_pages_for_a_fork_are_recomputed_with_their_sampled_tokens
     load.drain()
 
 
-RAISE = re.compile(r"(?:raise|give) (--[a-z-]+) (?:to|of) (\d+[KM]iB)")
 OPTIONS = {"--kv-memory": "memory", "--kv-offload-memory": "offload_memory"}
 
 
@@ -174,7 +173,7 @@ def refusal_text(name: str, memory: str | int, offload_memory: str | int) -> str
 )
 def test_request_runs_with_each_size_that_the_refusal_names(name, memory, offload_memory):
     message = refusal_text(name, memory, offload_memory)
-    named = RAISE.findall(message)
+    named = re.compile(r"(?:raise|give) (--[a-z-]+) (?:to|of) (\d+[KM]iB)").findall(message)
     assert "--kv-memory" in dict(named), message
     for option, size in named:
         sizes = {"memory": memory, "offload_memory": offload_memory, OPTIONS[option]: size}
@@ -248,7 +247,6 @@ def test_group_with_shared_pages_fits_without_eviction_or_is_dissolved(when, tog
 
 
 def test_beams_that_do_not_fit_are_rejected_with_advice():
-    """Beams cannot run separately."""
     load = SchedulerLoad(THREE_PAGES)
     first, spare = (load.request(30, 20) for _ in range(2))
     first.group = spare.group = RequestGroup("r", atomic=True)

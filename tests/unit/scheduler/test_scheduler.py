@@ -426,7 +426,6 @@ def run_load(admission, *, stop_share=1.0, **schedule):
 
 
 def test_reserved_runs_fewer_requests_than_optimistic_and_preempts_none():
-    """If outputs end early, estimated admission runs more than reserved."""
     reserved, optimistic = (run_load(name) for name in ("reserved", "optimistic"))
     assert 0 == reserved[0] < optimistic[0]
     assert reserved[1] < optimistic[1]
@@ -438,7 +437,7 @@ def test_reserved_runs_fewer_requests_than_optimistic_and_preempts_none():
     assert reserved[1] < estimated[1] <= optimistic[1]
 
 
-def test_watermarks_keep_memory_free():
+def test_watermarks_keep_memory_free_and_fixed_outputs_teach_nothing():
     free = run_load("optimistic", low_watermark=1.0)
     half = run_load("optimistic", low_watermark=0.5, high_watermark=1.0)
     assert half < free
@@ -452,8 +451,6 @@ def test_watermarks_keep_memory_free():
     step_bytes = 2 * len(memory.lengths) * memory.layout.smallest_sequence_bytes
     assert peak_bytes <= 0.6 * memory.total_bytes + step_bytes
 
-
-def test_outputs_of_fixed_length_are_known_and_teach_nothing():
     rule = rule_over("estimated", memory_of(60))
     for _ in range(10):
         rule.learn(request_of(8, 40, generated=4))

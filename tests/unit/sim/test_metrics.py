@@ -299,7 +299,7 @@ def test_request_rate_and_shares_of_tenants_are_drawn(write):
     assert small == pytest.approx(200, abs=60)
 
 
-def test_copies_have_other_contents_and_shifted_times(write):
+def test_copies_are_shifted_and_tenants_taken_in_turn(write):
     path = write(MOONCAKE)
     once = load_trace(path)
     three = load_trace(path, TraceOptions(copies=3))
@@ -317,8 +317,6 @@ def test_copies_have_other_contents_and_shifted_times(write):
     assert len(other) == 3 * len(one)
     assert fractions[1] == pytest.approx(fractions[0])
 
-
-def test_tenants_of_a_column_or_in_turn(write):
     rows = "TIMESTAMP,ContextTokens,GeneratedTokens,user\n2023-11-16 18:15:46,3,4,ann\n"
     of_column = load_trace(write(rows), TraceOptions(tenants="column:user"))
     in_turn = load_trace(write(AZURE), TraceOptions(tenants="round_robin:a,b"))

@@ -102,7 +102,7 @@ def test_request_waits_for_the_running_step_and_has_one_token_or_more():
     assert math.isnan(record.tpot_s)
 
 
-def test_outputs_are_truncated_at_the_context_and_requests_that_never_fit_refused():
+def test_outputs_are_truncated_or_refused_and_runs_deterministic():
     longest = TINY.max_positions
     load = trace(request(1, 0, longest - 2, 50), request(2, 0, longest, 1))
     cut, refused = simulate(load, AMPLE).records
@@ -117,8 +117,6 @@ def test_outputs_are_truncated_at_the_context_and_requests_that_never_fit_refuse
     assert [record.refused for record in result.records] == [NEVER_FITS, None]
     assert summarise(result)["refused_never_fits"] == 1
 
-
-def test_simulation_is_deterministic():
     first, second = (simulate(OVERLOAD, CONFIG) for _ in range(2))
 
     assert outcomes(first) == outcomes(second)
@@ -231,7 +229,7 @@ def test_folded_lanes_have_the_bytes_of_all_layers(model, codec, evicting):
     assert [group.num_lanes for group in folded.groups] == [1] * len(full.groups)
 
 
-def test_windows_and_eviction_are_simulated():
+def test_windows_evictions_and_scoring_passes_are_simulated():
     """A cap of 64 tokens in 4 of 8 layers, windows of 64 in the others: KV stays small."""
     load = trace(*(request(i, 0, 500, 40) for i in range(1, 5)))
     config = replace(AMPLE, model=WINDOWED, eviction=EvictionSpec(cap=64, every=16))
@@ -242,9 +240,7 @@ def test_windows_and_eviction_are_simulated():
     assert capped["finished"] == full["finished"] == 4
     assert capped["kv_peak_bytes"] < full["kv_peak_bytes"] / 2
 
-
-def test_scoring_pass_takes_memory_and_time():
-    """A prompt of 300 tokens, repeated in chunks of 200 + 8 and 100 + 8 tokens."""
+    # A prompt of 300 tokens, repeated in chunks of 200 + 8 and 100 + 8 tokens
     scores = AttentionMax(of=ScoringPass("", "", "", "", chunk_tokens=200, overlap=0))
     spec = EvictionSpec(cap=64, when=PREFILL_END, statistics=(scores,))
     load = trace(request(1, 0, 300, 5))

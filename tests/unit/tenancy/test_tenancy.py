@@ -133,7 +133,7 @@ class FairQueueMachine(RuleBasedStateMachine):
 TestFairQueueMachine = FairQueueMachine.TestCase
 
 
-def test_number_of_tracked_idle_tenants_is_bounded():
+def test_requests_are_popped_once_and_idle_tenants_bounded():
     queue = FairQueue()
     queue.push(request("slow"))
     for number in range(IDLE_KEPT + 5):
@@ -147,8 +147,6 @@ def test_number_of_tracked_idle_tenants_is_bounded():
     assert queue.virtual_time("t0") == 10
     assert [queue.virtual_time(f"t{number}") for number in (3, 5, 6)] == [0, 15, 16]
 
-
-def test_request_is_pushed_once_and_popped_once():
     queue = FairQueue()
     queue.push(one := request())
     with pytest.raises(InvariantError, match="is waiting already"):
@@ -522,7 +520,6 @@ def test_first_pages_of_a_row_can_be_public():
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 20), st.booleans()), max_size=6))
 def test_bytes_by_tenant_add_up_to_the_used_pages(steps):
-    """Compared with sets of page numbers."""
     groups = [
         LaneGroup(name="full", page_class=plain_class(), layers=(0, 1)),
         LaneGroup(name="wide", page_class=plain_class(head_dim=16), layers=(2,)),

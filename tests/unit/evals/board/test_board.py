@@ -233,7 +233,7 @@ def test_bytes_with_a_shared_prefill_are_those_of_the_measured_prompts():
     assert "shared the prefill of a prompt; KV is that of one prompt of each task." in text
 
 
-def test_quality_of_text_is_the_mean_probability_of_a_token_over_full_kvs():
+def test_quality_is_over_full_kv_and_the_first_of_equal_bytes_the_reference():
     worse, full = math.log(4), math.log(2)  # probabilities of 1/4 and 1/2
     cells = {
         FULL: [cell("perplexity", [full, full], 1000, metric="nll")],
@@ -248,8 +248,6 @@ def test_quality_of_text_is_the_mean_probability_of_a_token_over_full_kvs():
     found = rows_by_entry(board_of("perplexity", cells))[SINKS].quality
     assert found.low < 1 < found.high
 
-
-def test_of_entries_with_equal_bytes_only_the_first_is_the_reference():
     other = BoardEntry("full", "", "", "fp8")
     cells = {FULL: [cell("lines", [1, 0, 1], 9)], other: [cell("lines", [1, 1, 1], 9)]}
     result = BoardResult.of(board_of("lines", cells))

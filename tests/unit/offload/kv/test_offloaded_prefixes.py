@@ -198,7 +198,7 @@ def test_halved_staging_holds_one_layer_at_a_time():
         assert torch.equal(*(step(one, {row: 1}, number) for one, row in both))
 
 
-def test_offload_to_full_host_memory_changes_nothing():
+def test_offload_to_full_host_memory_changes_nothing_and_otherwise_frees_pages():
     kv = make(host_bytes=FULL_LAYERS * 2 * 256)
     row = kv.memory.start()
     step(kv, {row: 24}, 0)
@@ -212,9 +212,7 @@ def test_offload_to_full_host_memory_changes_nothing():
     kv.memory.check()
     assert kv.offload.prefixes.offload(row, 4)
 
-
-def test_offload_frees_pages_of_a_full_arena():
-    """The offloaded pages free memory for their own staging, and then for new tokens."""
+    # the offloaded pages free memory for their own staging, and then for new tokens
     kv = make(sequences=1)
     row = kv.memory.start()
     while kv.memory.can_grow(np.array([row]), np.array([PAGE], dtype=np.int32)):

@@ -192,7 +192,6 @@ def test_one_distance_is_computed_per_token(monkeypatch):
 
 
 def test_view_by_query_heads_scores_each_head_separately():
-    """A rule on the view by query heads equals the rule on a model without grouped heads."""
     history = history_of(group=3)
     for base in [*BASES, SnapKV(window=6, kernel=1)]:
         policy = KVCrush(base=base)
@@ -221,7 +220,7 @@ def test_signature_bit_is_the_selection_of_the_head_alone(base):
     assert torch.equal(context.own_bits & free, found & free)
 
 
-def test_first_heads_selects_the_first_head_of_each_layer():
+def test_first_heads_are_selected_and_packed_bits_unpacked():
     history = history_of(group=3)
     base = SnapKV(window=4)
     view = history.view([*base.statistics, AttentionSum(), AttentionSum().each()])
@@ -236,8 +235,6 @@ def test_first_heads_selects_the_first_head_of_each_layer():
     each = AttentionSum().each()
     assert torch.equal(found.statistic(each), view.statistic(each)[heads])
 
-
-def test_packed_bits_are_unpacked_with_equal_hamming_distances():
     rng = np.random.default_rng(0)
     for width in (1, 15, 16, 17, 31, 63, 64, 65, 200):
         bits, anchor = rng.random((3, width, 9)) < 0.5, rng.random((3, width, 1)) < 0.5

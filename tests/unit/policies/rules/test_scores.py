@@ -676,7 +676,7 @@ def test_chunks_fit_the_context_and_are_few_or_long(chunk, prompt_tokens, left, 
         assert fitted.slots(prompt_tokens) <= left
 
 
-def test_sinks_and_the_largest_weights_are_retained():
+def test_sinks_and_largest_weights_are_retained_once_after_a_scoring_pass():
     """Of weights .1 .9 .3 .9 .2 and .8, three tokens after a sink are kept, the lower tie first."""
     rule = KVzip(sinks=1)
     weights = torch.tensor([[0.1, 0.9, 0.3, 0.9, 0.2, 0.8]])
@@ -684,8 +684,6 @@ def test_sinks_and_the_largest_weights_are_retained():
     retained = [rule.select(view, torch.tensor([n]))[0].nonzero()[:, 0].tolist() for n in (2, 4)]
     assert retained == [[0, 1], [0, 1, 3, 5]]
 
-
-def test_a_rule_with_a_scoring_pass_evicts_once_after_prefill():
     lanes = LaneShape(num_layers=2, heads=2, page_tokens=4, page_bytes=256)
     spec = make_eviction("kvzip:cap=50%,chunk=100").for_request(300, lanes).spec
 
