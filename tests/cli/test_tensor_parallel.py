@@ -38,7 +38,6 @@ def test_ranks_load_the_policy_file(tmp_path: Path) -> None:
         "Recent.__dataclass_fields__}))\n"
     )
     rule = ("--evict", "of_file:cap=8", "--policy-file", str(file))
-
     assert generate("-tp", "2", *rule) == generate("--evict", "recent:cap=8")
 
 

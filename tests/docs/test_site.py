@@ -36,7 +36,6 @@ def test_a_page_in_the_navigation_has_its_heading_or_the_heading_up_to_its_colon
         for pages in section.values():
             for page in pages:
                 titles |= page if isinstance(page, dict) else {heading(page): page}
-
     assert len(titles) == sum(len(pages) for section in sections for pages in section.values())
     for title, page in titles.items():
         assert title in (heading(page), heading(page).partition(":")[0]), page
@@ -58,5 +57,4 @@ def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
         for address in loaded.findall(page.read_text(encoding="utf-8"))
         if not address.startswith(canonical)
     }
-
     assert not found

@@ -334,6 +334,5 @@ def test_prefix_keys_depend_on_the_codec(codec):
         engine.step()
         [request] = engine.scheduler.running
         roots.append(engine.scheduler.sequence_memory.identities.of(request).root)
-
     assert roots[0] == roots[3]
     assert len(set(roots)) == 3

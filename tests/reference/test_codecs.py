@@ -411,7 +411,6 @@ def test_prefix_keys_depend_on_the_constants(tmp_path):
         engine.step()
         [request] = engine.scheduler.running
         roots.append(engine.scheduler.sequence_memory.identities.of(request).root)
-
     assert roots[0] == roots[1] != roots[2]
 
 

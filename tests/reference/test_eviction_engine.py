@@ -169,7 +169,6 @@ def test_recorded_statistics_do_not_change_the_logits_of_a_prompt(everything, na
     prompt = [3 + i * i % 60 for i in range(held + 10)]
     full = run({"r": (prompt, "full")}, engine=everything)
     capped = run({"r": (prompt, f"{name}:cap={cap},when=prefill_end{how}")}, engine=everything)
-
     assert capped.usages["r"].evicted_tokens >= 10
     assert torch.equal(full.logits["r"][0], capped.logits["r"][0])
 
@@ -689,7 +688,6 @@ def test_peak_of_a_prompt_computed_by_layer_is_one_layer_and_the_caps(statistics
         found = answer(engine, requests_of({"r": PROMPT * 2}, 2, evict=rule))
         peaks.append(found.usages["r"].kv_peak_bytes)
         assert engine.stats().kv_peak_bytes <= 1.2 * peaks[-1]  # copies of cached pages
-
     assert peaks[1] <= 0.4 * peaks[0]
 
 
@@ -700,7 +698,6 @@ def test_prompt_that_fits_only_by_layer_is_counted_and_runs(monkeypatch):
     with pytest.raises(NeverFits, match="need 35,840 B"):
         run_chunks(rule, **options, prompts=[PROMPT * 2])
     by_chunk(monkeypatch)
-
     assert ours.usages["0"].preemptions == 0
     with pytest.raises(NeverFits, match="need 32,768 B"):
         run_chunks(rule, **options)

@@ -362,7 +362,6 @@ def test_a_cropped_cache_continues_as_if_the_tokens_had_never_been_passed(name, 
         assert cache.get_seq_length() == 30 - tokens
         got = model(other, past_key_values=cache).logits
         expected = model(torch.cat([prompt[:, :-tokens], other], dim=1)).logits[:, -3:]
-
     assert (got - expected).abs().max() <= 1e-4
 
 

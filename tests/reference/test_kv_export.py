@@ -76,7 +76,6 @@ def test_the_retained_tokens_of_a_rule_are_those_without_an_export(path):
     for llm in (plain, decode):
         llm.generate(PROMPT, request_id="r", sampling=greedy(24))
         traces.append([repr(entry) for entry in llm.engine.eviction_trace("r")])
-
     assert traces[0] == traces[1] != []
 
 

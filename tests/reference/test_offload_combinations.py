@@ -264,7 +264,6 @@ def test_a_preempted_request_with_offloaded_kv_is_swapped(params, recompute):
     options = {"swap_space": "4MiB", "offload_recompute": recompute, "offload": "512KiB"}
     schedule = {"admission": "optimistic", "preempt": "swap"}
     engine, _, tokens = run("llama_mha", 1.2, requests, schedule=schedule, **options)
-
     assert engine.events.newest(["swapped_out"])
     assert {event.data["how"] for event in engine.events.newest(["preempted"])} == {"swap"}
     assert peak_offloaded_bytes(engine)

@@ -437,7 +437,6 @@ def test_what_auto_leaves_out_is_logged_once(caplog):
     engine_of("llama_mha", codec="int4_page+plain=float32", page_tokens=16)
     said = [record.getMessage() for record in caplog.records]
     said = [text for text in said if "--kv-offload-" in text]
-
     assert [text.partition(":")[0] for text in said] == [
         "--kv-offload-recompute auto recomputes no KV",
         "--kv-offload-cpu-attention auto attends on the device alone",

@@ -229,7 +229,6 @@ def test_stored_prefixes_depend_on_the_codec_and_not_on_its_help_text(changed, f
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(codec_names, "CODECS", codecs)
         engine = engine_of(**on_disk(tmp_path))
-
     assert bool(engine.stats().tier.found_blocks) == found
 
 

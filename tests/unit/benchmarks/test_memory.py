@@ -38,7 +38,6 @@ def test_beam_claim_is_largest_ratio_with_pages_of_16():
             (measured.FORK_ONCE, 64, 150),
         )
     ]
-
     assert measured.beam_claims(runs)["beam4_memory_ratio"] == 1.09
 
 

@@ -72,7 +72,6 @@ def test_bfloat16_weights_name_the_arithmetic(monkeypatch, path: int, arithmetic
 
 def test_without_the_c_extension_the_replacement_and_reason_are_listed(monkeypatch):
     uses = uses_with(monkeypatch, NotLoaded("no C compiler"))
-
     for storage in ("float32", "bfloat16", "float16"):
         assert "no C compiler" in uses["linear layers", storage].reason
         assert uses["linear layers", storage].kernel.startswith(("torch", "oneDNN"))

@@ -49,7 +49,6 @@ def test_serialized_batches_are_arrays_in_the_order_of_vllm():
     events.cleared()
     events.stored([SECOND], FIRST, [3, 4], 2)
     events.removed([SECOND])
-
     assert [as_arrays(batch) for batch in batches] == [
         [12.5, [["AllBlocksCleared"]]],
         [12.5, [["BlockStored", [SECOND], FIRST, [3, 4], 2, None, "CPU", None]]],

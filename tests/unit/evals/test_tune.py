@@ -297,7 +297,6 @@ def test_the_file_has_the_dtype_and_the_page_size_of_the_search(tmp_path, data):
 
 def test_a_baseline_that_is_chosen_is_measured_once(data):
     stderr = tune(data, "--codecs", "none,int2", "--rules", "full", "--min-quality", "1").stderr
-
     assert stderr.count("--kv-codec none --evict full: 6 held-out prompts ran") == 1
     assert (
         "No candidate that holds more requests reached --min-quality 1 on the 6 prompts of the "

@@ -91,7 +91,6 @@ def test_requests_retain_the_same_tokens_together_alone_and_on_a_device(name, mo
     alone, outputs, _ = evicted(text_of(name), monkeypatch, ALONE)
     together, same, counts = evicted(text_of(name), monkeypatch, TOGETHER)
     device, also, of_device = evicted(text_of(name), monkeypatch, ON_DEVICE)
-
     assert all(alone)
     assert together == alone
     assert device == alone

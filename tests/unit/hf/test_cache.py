@@ -423,7 +423,6 @@ def test_left_padding_is_not_counted(mask, columns, past_columns, lengths, expec
 def test_padding_after_a_token_is_refused(mask, past_columns, lengths) -> None:
     tensor = torch.tensor(mask)
     columns = tensor.shape[1] - past_columns
-
     with pytest.raises(RequestError, match="padding_side = 'left'"):
         count_new_tokens(tensor, columns, past_columns, lengths)
     with pytest.raises(RequestError, match=r"1\] previous tokens, but \[2\] are cached"):

@@ -387,7 +387,6 @@ def test_sequence_of_one_token_needs_one_page_per_lane():
             LaneGroup(name="int8", page_class=page_of("int8"), layers=(3,)),
         )
     )
-
     assert layout.smallest_sequence_bytes == 3 * 65_536 + 33_280
     assert layout.page_classes == (page_of(), page_of("int8"))
 

@@ -453,7 +453,6 @@ def test_shared_blocks_count_once(kind):
         "num_mem_blocks": 2 if kind == "zamba2" else 1,
     }
     config = AutoConfig.for_model(kind, **keys)
-
     assert ModelSpec.from_config(written_of(config)).num_parameters == built(config)[1]
 
 

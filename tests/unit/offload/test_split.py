@@ -407,7 +407,6 @@ def test_split_follows_a_link_speed_change_within_ten_steps(factor, noise):
 def test_rates_of_a_layer_have_its_weights_and_the_fixed_times_of_chunks():
     rates = measured(MACHINE, weight_bytes=6e6)
     plain, chunked = (rates.layer(100, batches=3, chunks=chunks) for chunks in (0, 4))
-
     assert plain.host_s == math.inf
     assert (plain.kv_s, plain.x_s) == pytest.approx((1e-3, 5e-4))
     assert plain.other_s == pytest.approx(1e-4 + 1e-3 + 2.4e-3)

@@ -342,7 +342,6 @@ def test_backlog_of_a_flooding_tenant_does_not_drive_others_from_their_prefix():
     for _ in range(10):
         router.note_sent(asking(tenant="flood"), "a")
     replicas = [idle("a", queued_prompt_tokens=1000), idle("b")]
-
     # an engine serves at most 36 tokens of the flood before the 36 uncached tokens
     assert router.choose(asking((1, 2, 3, 4), tenant="small"), replicas) == "a"
     assert router.choose(asking((1, 2, 3, 4), tenant="flood"), replicas) == "b"

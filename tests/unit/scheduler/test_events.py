@@ -171,7 +171,6 @@ def test_close_on_a_full_disk_raises_with_the_number_of_lost_events(path, monkey
     log.subscribe(file)
     for _ in range(3):
         log.emit("chunk", None)
-
     with pytest.raises(ConfigError, match="No space left on device; the file lacks 2 events"):
         file.__exit__(None, None, None)
     assert len(read_records(path)) == 1
@@ -184,7 +183,6 @@ def test_buffer_for_a_full_disk_is_bounded(path, monkeypatch):
     for number in range(5):
         file(chunk(number))
     lost, disk.free_bytes = file.num_lost, 1000
-
     assert 0 < lost < 5
     with pytest.raises(ConfigError, match=f"the file lacks {lost} events"):
         file.close()
@@ -269,7 +267,6 @@ def test_close_waits_for_the_reader_of_a_pipe(pipe):
     file.close()
     reader.join()
     pipe.take()
-
     assert pipe.numbers == [1, 2, 3, 4, 5]
 
 

@@ -134,7 +134,6 @@ def test_prompt_is_hashed_again_after_its_prefix_became_public():
     before = request.memory.chain
     sequence_memory.identities.register_public(list(range(10)))
     sequence_memory.release(sequence_memory.look_up(request))
-
     assert request.memory.chain is not before
     assert request.memory.chain.identity.public_tokens == 10
 

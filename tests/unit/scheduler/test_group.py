@@ -321,7 +321,6 @@ def test_swapped_groups_resume_with_the_same_outputs(name):
     options += [SamplingParams(n=2, beam_width=width, **beams) for width in (2, 3, 4, 3)]
     requests, engine = list(zip(prompts, options, strict=True)), engine_of(model, 4.6)
     outputs = outputs_of(engine, requests)
-
     assert engine.scheduler.preempter.swapper.num_swaps > 3
     assert outputs == outputs_of(engine_of(model, 60.0, preempt="recompute"), requests)
 

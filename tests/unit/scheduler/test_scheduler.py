@@ -473,7 +473,6 @@ def test_outputs_of_known_length_fill_the_memory_without_preemption(admission):
     while scheduler.has_work:
         advance(scheduler)
         num_steps += 1
-
     assert scheduler.num_preemptions == 0
     assert num_steps <= 4 * 16 + 4
 

@@ -271,6 +271,5 @@ def test_the_best_entries_of_each_class_of_bytes_are_confirmed():
         quality = replace(first.quality, mean=share if name != "a" else 0.5)
         entry = BoardEntry(name, "25%", "decode", "none")
         rows.append(replace(first, entry=entry, kv_share=share, quality=quality))
-
     assert [entry.rule for entry in best_of_classes(rows, 1)] == ["a", "d"]
     assert [entry.rule for entry in best_of_classes(rows, 2)] == ["a", "b", "d", "c"]

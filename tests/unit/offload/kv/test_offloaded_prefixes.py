@@ -486,7 +486,6 @@ def test_split_follows_a_link_speed_change_within_ten_steps(before, after):
         splits.divide(PREFIXES, rows=1)
         found.append(splits.recomputed_tokens)
         splits.learn(simulated_step(splits.recomputed_tokens, before if step < 30 else after))
-
     assert abs(best(before) - best(after)) > 0.1 * TOKENS
     assert abs(found[29] - best(before)) <= 0.05 * TOKENS
     assert abs(found[39] - best(after)) <= 0.05 * TOKENS
