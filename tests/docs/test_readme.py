@@ -1,5 +1,3 @@
-"""The README: its code runs, and its figures are those of the stored runs."""
-
 import json
 import re
 import shlex

@@ -1,5 +1,3 @@
-"""The documentation site: it builds strictly, has every page, and loads nothing remote."""
-
 import re
 from pathlib import Path
 

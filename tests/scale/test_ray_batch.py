@@ -1,5 +1,3 @@
-"""`quire batch --ray`: equal records in the order of the lines, resumed after a kill."""
-
 import re
 import signal
 import time

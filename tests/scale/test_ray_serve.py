@@ -1,5 +1,3 @@
-"""Replicas on Ray: the client of OpenAI, a killed replica, and scaling, under load."""
-
 import asyncio
 import time
 from collections import Counter

@@ -1,5 +1,3 @@
-"""The checks of `tests.clients` for the clients that are installed with the tests."""
-
 import json
 import socket
 import subprocess

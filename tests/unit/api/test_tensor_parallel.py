@@ -1,5 +1,3 @@
-"""`LLM` with several ranks in processes: tokens of one rank, failures, and no process left."""
-
 import os
 import signal
 import threading

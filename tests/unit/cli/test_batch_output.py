@@ -1,5 +1,3 @@
-"""The batch output file: complete lines, each written once, for one run only."""
-
 import os
 from dataclasses import replace
 from pathlib import Path

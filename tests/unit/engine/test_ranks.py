@@ -1,5 +1,3 @@
-"""Engines with several ranks, in threads: tokens and page tables equal those of one rank."""
-
 from collections.abc import Sequence
 from dataclasses import replace
 

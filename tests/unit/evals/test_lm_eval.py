@@ -1,5 +1,3 @@
-"""The model class of lm-evaluation-harness gives the results of its Hugging Face class."""
-
 import importlib.util
 
 import pytest
