@@ -36,6 +36,9 @@ class HostBytes:
         self.cleared_pages += len(pages)
         self.pages_of(page_class)[pages] = 0
 
+    def set_bounds(self, page_class, pages, held):
+        raise AssertionError("no page class of these tests has bounds")
+
     def move_slots(self, page_class, source, target):
         self.moved_slots += len(source[0])
         self.write_slots(page_class, target, *self.read_slots(page_class, source))

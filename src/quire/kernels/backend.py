@@ -100,6 +100,7 @@ class LayerPages:
             if there are none.
         promoted: tokens that attention reads in a finer codec; None if there are none.
         index: view of the index keys; None if the layer has no index of its own.
+        bounds: view of the bounds of the keys of each page; None if pages have none.
     """
 
     key: Shaped[Tensor, "page head token _"]
@@ -113,6 +114,7 @@ class LayerPages:
     full_precision: FullPrecisionPages | None = None
     promoted: PromotedPages | None = None
     index: Float[Tensor, "page 1 token index_dim"] | None = None
+    bounds: Float[Tensor, "page head 1 both_dims"] | None = None
 
     @property
     def page_tokens(self) -> int:
@@ -329,6 +331,7 @@ class NewSlots:
         pages, offsets: int64 [new tokens, lanes].
         coded: encodes for the pages; None for unquantized pages.
         index: view of the index keys; None if the layer has no index of its own.
+        bounds: view of the bounds of the keys of each page; None if pages have none.
     """
 
     key: Shaped[Tensor, "page head token _"]
@@ -337,6 +340,7 @@ class NewSlots:
     offsets: Int[Tensor, "new_token lane"]
     coded: CodedPages | None = None
     index: Float[Tensor, "page 1 token index_dim"] | None = None
+    bounds: Float[Tensor, "page head 1 both_dims"] | None = None
 
     def write_index(self, keys: Float[Tensor, "num_tokens index_dim"]) -> None:
         """Write the index keys of the new tokens to their slots."""

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from quire.codecs.affine import half_above, half_below
 from quire.kernels import device_copies
 from quire.kernels.backend import (
     AttentionMeasure,
@@ -26,7 +27,7 @@ from quire.kernels.backend import (
     NewSlots,
     StatisticRows,
 )
-from quire.kernels.coded import write_codes
+from quire.kernels.coded import CodedPlanes, write_codes
 from quire.layout.statistics import MAX, MEAN
 
 
@@ -152,10 +153,54 @@ def write_slots(
     if slots.coded is not None:
         write_codes(slots.coded.key, slots.pages, slots.offsets, key)
         write_codes(slots.coded.value, slots.pages, slots.offsets, value)
+    else:
+        for plane, fresh in ((slots.key, key), (slots.value, value)):
+            shape = (*slots.pages.shape, plane.shape[1], plane.shape[3])
+            plane[slots.pages, :, slots.offsets] = fresh.reshape(shape)
+    write_bounds(slots)
+
+
+def set_bounds(
+    bounds: Float[Tensor, "page head 1 both_dims"],
+    key: Tensor,
+    coded: CodedPlanes | None,
+    pages: Int[Tensor, " some_page"],
+    held: Int[Tensor, " some_page"],
+) -> None:
+    """Compute the bounds of pages from their first slots.
+
+    Args:
+        bounds: view of all pages.
+        key: keys of all pages, or their codes.
+        coded: decodes them; None for unquantized keys.
+        pages: numbers of the pages.
+        held: slots of each that hold a token, at least one.
+    """
+    keys = key[pages].float() if coded is None else _decoded(coded, pages)
+    dead = torch.arange(keys.shape[2], device=keys.device) >= held[:, None]
+    dead = dead[:, None, :, None]
+    low = keys.masked_fill(dead, torch.inf).amin(dim=2)
+    high = keys.masked_fill(dead, -torch.inf).amax(dim=2)
+    if bounds.dtype == torch.float16:
+        low, high = half_below(low), half_above(high)
+    # plain keys have the type of their bounds
+    bounds[pages, :, 0] = torch.cat([low, high], dim=-1).to(bounds.dtype)
+
+
+def _decoded(coded: CodedPlanes, pages: Tensor) -> Float[Tensor, "some_page head token key_dim"]:
+    return coded.codec.decode([plane[pages] for plane in coded.planes]).float()
+
+
+def write_bounds(slots: NewSlots) -> None:
+    """Compute the bounds of the pages to which the new tokens were written."""
+    if slots.bounds is None:
         return
-    for plane, fresh in ((slots.key, key), (slots.value, value)):
-        shape = (*slots.pages.shape, plane.shape[1], plane.shape[3])
-        plane[slots.pages, :, slots.offsets] = fresh.reshape(shape)
+    pages, place = slots.pages.reshape(-1).unique(return_inverse=True)
+    newest = torch.zeros_like(pages).scatter_reduce_(
+        0, place, slots.offsets.reshape(-1), "amax", include_self=True
+    )
+    coded = None if slots.coded is None else slots.coded.key
+    set_bounds(slots.bounds, slots.key, coded, pages, newest + 1)
 
 
 def move_slots(moves: MovedSlots) -> None:

@@ -324,6 +324,7 @@ def commit_compaction(
                 freed = table.keep_columns(plan.row, plan.kept_columns)
                 table.num_slots[plan.row] = plan.keep_slots
             memory.pools[table.group.page_class].release(freed)
+            set_all_bounds(memory, table, np.array([plan.row]))
         moves = plan.moves if plan.kept_columns is None else None  # None: whole pages were dropped
         memory.listeners.compacted(plan.row, plan.group, moves, int(plan.keep_slots.min()))
 
@@ -352,9 +353,18 @@ def commit_counts(
         alone = pool.ref_counts[pages] == 1
         freed_bytes += np.bincount(of_row[alone], minlength=len(rows)) * page_class.page_bytes
         pool.release(pages)
+        set_all_bounds(memory, table, rows)
     for row, fewest in zip(rows.tolist(), keep_slots.min(axis=1).tolist(), strict=True):
         memory.listeners.compacted(row, group, None, fewest)
     return freed_bytes
+
+
+def set_all_bounds(memory: KVMemory, table: LaneTable, rows: Rows) -> None:
+    """Compute the bounds of the pages of rows again, whose slots have moved."""
+    if table.group.page_class.has_bounds:
+        held = table.num_pages[rows][:, :, None]
+        index, lane, column = np.nonzero(np.arange(int(held.max(initial=0))) < held)
+        memory.set_bounds(table, rows[index], lane, column)
 
 
 def copy_shared(

@@ -51,6 +51,11 @@ class PageBytes(Protocol):
     ) -> None:
         """A slot is (page, offset); all sources are read before any target is written."""
 
+    def set_bounds(
+        self, page_class: PageClass, pages: PageNumbers, held: NDArray[np.int64]
+    ) -> None:
+        """Compute the bounds of the keys in the first `held` slots (at least one) of pages."""
+
     def read_pages(self, page_class: PageClass, pages: PageNumbers) -> object:
         """Read the bytes of whole pages, in a form that `write_pages` accepts."""
 
@@ -72,6 +77,10 @@ class NoBytes:
         page_class: PageClass,
         source: tuple[PageNumbers, NDArray[np.int64]],
         target: tuple[PageNumbers, NDArray[np.int64]],
+    ) -> None: ...
+
+    def set_bounds(
+        self, page_class: PageClass, pages: PageNumbers, held: NDArray[np.int64]
     ) -> None: ...
 
     def read_pages(self, page_class: PageClass, pages: PageNumbers) -> object:
@@ -472,6 +481,7 @@ class KVMemory:
             row = rows[index]
             column = table.num_slots[row, lane].astype(np.int64) // page_class.tokens
             self.privatise(table, row, lane, column)
+            self.set_bounds(table, row, lane, column)
         if demand.new.any():
             added = self.pools[page_class].allocate(int(demand.new.sum()))
             row, lane, column = table.append(rows, demand.new, added)
@@ -508,6 +518,30 @@ class KVMemory:
         pool.release(old)
         self.copied_bytes += len(old) * pool.page_class.page_bytes
 
+    def set_bounds(
+        self, table: LaneTable, row: Rows, lane: Rows, column: NDArray[np.int64]
+    ) -> None:
+        """Compute the bounds of these pages again, after a row lost or moved slots of them.
+
+        Pages that others read keep bounds of all their slots.
+        """
+        page_class = table.group.page_class
+        if not page_class.has_bounds:
+            return
+        held = table.num_slots[row, lane] - column * page_class.tokens
+        held = np.minimum(held, page_class.tokens)
+        pages = table.pages[row, lane, column]
+        own = (held > 0) & (self.pools[page_class].ref_counts[pages] == 1)
+        if own.any():
+            self.store.set_bounds(page_class, pages[own], held[own].astype(np.int64))
+
+    def set_last_bounds(self, table: LaneTable, rows: Rows) -> None:
+        """Compute the bounds of the last pages of rows again, if these are not full."""
+        if table.group.page_class.has_bounds:
+            slots, tokens = table.num_slots[rows].astype(np.int64), table.group.page_class.tokens
+            index, lane = np.nonzero(slots % tokens)
+            self.set_bounds(table, rows[index], lane, slots[index, lane] // tokens)
+
     # ---- shrinking -----------------------------------------------------------------------------
 
     def drop_behind_windows(self, rows: Rows, layer: int | None = None) -> None:
@@ -531,6 +565,7 @@ class KVMemory:
                 kept[name] = kept[table.group.follows]
             freed = cut_slots(table, np.array([row]), kept[name][None])
             self.pools[table.group.page_class].release(freed)
+            self.set_last_bounds(table, np.array([row]))
         self.lengths[row] = length
 
     def truncate_layer(self, row: int, tokens: int, layer: int) -> None:
@@ -540,6 +575,7 @@ class KVMemory:
             if table.group.records is None and table.active[row] and dropped.any():
                 freed = cut_slots(table, np.array([row]), table.num_slots[[row]] - dropped)
                 self.pools[table.group.page_class].release(freed)
+                self.set_last_bounds(table, np.array([row]))
 
     # ---- checks --------------------------------------------------------------------------------
 

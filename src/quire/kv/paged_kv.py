@@ -162,6 +162,7 @@ class PagedKV:
                 positions=views.positions,
                 coded=self.coded.of(group.page_class, layer),
                 index=views.planes[INDEX][0] if INDEX in views.planes else None,
+                bounds=views.bounds,
             )
             for index, layer in enumerate(group.layers)
         )

@@ -380,7 +380,10 @@ class StepAttention:
             plans=self._plans(group, attended[:, lanes]),
             pages=layers,
             new_slots=tuple(
-                NewSlots(layer.key, layer.value, page, offset, layer.coded, layer.index)
+                NewSlots(
+                    *(layer.key, layer.value, page, offset),
+                    *(layer.coded, layer.index, layer.bounds),
+                )
                 for layer, page, offset in places
             ),
             new_places=(pages, offsets),

@@ -16,10 +16,10 @@ from quire.kernels.backend import MovedSlots
 from quire.kernels.coded import CodedPages, CodedPlanes
 from quire.kernels.device_copies import to_device
 from quire.kernels.memory import zero_memory
-from quire.kernels.paging import move_slots
+from quire.kernels.paging import move_slots, set_bounds
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
-from quire.layout.pages import KEY, VALUE, PageClass, PlacedPlane
+from quire.layout.pages import BOUNDS, KEY, VALUE, PageClass, PlacedPlane
 
 PLAIN_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -53,6 +53,11 @@ class PageViews:
     def key(self) -> Tensor:
         """Keys, or packed codes of quantized keys."""
         return self.planes[KEY][0]
+
+    @property
+    def bounds(self) -> Tensor | None:
+        """Bounds of the keys of each page; None if pages have none."""
+        return self.planes[BOUNDS][0] if BOUNDS in self.planes else None
 
     @property
     def value(self) -> Tensor:
@@ -183,6 +188,14 @@ class PageStore:
         """As `move_records`, of slots that are known to the device only."""
         planes = self.views(page_class).by_slot
         self._mover(MovedSlots(planes=planes, source=source, target=target))
+
+    def set_bounds(
+        self, page_class: PageClass, pages: PageNumbers, held: NDArray[np.int64]
+    ) -> None:
+        views = self.views(page_class)
+        assert views.bounds is not None, "pages of a class with bounds"
+        coded = None if views.coded is None else views.coded.key
+        set_bounds(views.bounds, views.key, coded, self._index(pages), self._index(held))
 
     def read_pages(self, page_class: PageClass, pages: PageNumbers) -> object:
         """Copy the bytes of whole pages to CPU memory, uint8 [pages, page_bytes]."""

@@ -12,6 +12,7 @@ from quire.layout.codecs import CodecSpec
 from quire.layout.kv_format import KVFormat, read_format
 from quire.layout.model import CONV, HeadShape, ModelSpec, StateSpec
 from quire.layout.pages import (
+    BOUNDS,
     INDEX,
     KEY,
     NUMBERS,
@@ -28,10 +29,11 @@ from quire.layout.statistics import Statistic
 from quire.layout.token_precision import FullPrecisionTokens, PromotedTokens, Records
 
 STATISTICS_CODEC = STATES_CODEC = "float32"
+CODED_BOUNDS = "float16"  # bounds of the keys of codes: their scales are float16
 CONVOLUTIONS_CODEC = "bfloat16"  # if states are quantized: they are inputs of a token each
 
 
-def layout_for(
+def layout_for(  # noqa: PLR0913 - the options of an engine
     model: ModelSpec,
     *,
     codec: str,
@@ -40,6 +42,7 @@ def layout_for(
     heads_apart: bool = False,
     rotated: bool = True,
     statistics: Collection[Statistic] = (),
+    bounds: bool = False,
 ) -> CacheLayout:
     """Build the layout: a lane group for each kind of attention and shape of heads, and statistics.
 
@@ -57,6 +60,8 @@ def layout_for(
         rotated: whether keys are stored after RoPE, in all layers.
         statistics: attention statistics of full-attention layers; each is a private group, used by
             the sequences whose policy needs it.
+        bounds: whether pages of full-attention layers have bounds of their keys, for sparse
+            attention.
     """
     groups: list[LaneGroup] = []
     form = read_format(codec)
@@ -68,6 +73,11 @@ def layout_for(
         more: tuple[PlaneSpec, ...] = ()
         if index is not None and index.dim:
             more = (PlaneSpec(INDEX, _index_codec(form), index.dim),)
+        if bounds and part.window is None and part.chunk is None:
+            codec_of_bounds = key if key.is_plain else codec_spec(CODED_BOUNDS)
+            heads = part.heads.kv_heads // lanes_per_layer
+            width = 2 * part.heads.key_dim
+            more += (PlaneSpec(BOUNDS, codec_of_bounds, width, heads, of_page=True),)
         group = LaneGroup(
             name=part.name,
             page_class=kv_pages(

@@ -21,7 +21,7 @@ Slabs are the equal parts of a KV memory, each with pages of one class.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError
@@ -64,8 +64,11 @@ class PlacedPlane:
         return self.offset_bytes + heads * records * self.plane.record_bytes
 
 
-KEY, VALUE, INDEX, NUMBERS = "key", "value", "index", "numbers"
-"""Names of planes: keys, values and index keys of tokens, and statistics."""
+KEY, VALUE, INDEX, NUMBERS, BOUNDS = "key", "value", "index", "numbers", "bounds"
+"""Names of planes: keys, values and index keys of tokens, statistics, and bounds of the keys.
+
+Bounds are the minimum of each element of a page's keys, followed by the maximum of each.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +80,14 @@ class PlaneSpec:
         codec: codec of the vectors.
         width: elements of a vector.
         heads: vectors of a slot.
+        of_page: whether a page has one vector for each head, instead of one for each slot.
     """
 
     name: str
     codec: CodecSpec
     width: int
     heads: int = 1
+    of_page: bool = False
 
     def __post_init__(self) -> None:
         for name in ("width", "heads"):
@@ -138,7 +143,11 @@ class PageClass:
 
     def _place_planes(self) -> None:
         """Place the codes of all planes first, then scales, zeros and outliers."""
-        parts = [plane.codec.planes(plane.width) for plane in self.planes]
+        parts = [
+            tuple(replace(part, per_page=part.per_page or plane.of_page) for part in found)
+            for plane in self.planes
+            for found in [plane.codec.planes(plane.width)]
+        ]
         placed: list[list[PlacedPlane]] = [[] for _ in parts]
         offset = 0
         for part in (slice(0, 1), slice(1, None)):
@@ -176,6 +185,11 @@ class PageClass:
         return names.index(name) if name in names else None
 
     @property
+    def has_bounds(self) -> bool:
+        """Whether a page has bounds of its keys."""
+        return any(plane.of_page for plane in self.planes)
+
+    @property
     def is_plain(self) -> bool:
         """Whether all planes are unquantized."""
         return all(plane.codec.is_plain for plane in self.planes)
@@ -187,8 +201,9 @@ class PageClass:
 
     @property
     def codec_name(self) -> str:
-        """The codec of the planes, or all their codecs, such as "int8/int4"."""
-        return "/".join(dict.fromkeys(plane.codec.name for plane in self.planes))
+        """The codec of the planes, or all their codecs, such as "int8/int4"; not that of bounds."""
+        names = (plane.codec.name for plane in self.planes if not plane.of_page)
+        return "/".join(dict.fromkeys(names))
 
     @property
     def data_bytes(self) -> int:
@@ -212,7 +227,11 @@ class PageClass:
         Every page is then aligned in a view of the arena as vectors, which gathered attention
         copies as a whole. Vectors of unequal bytes have no such view.
         """
-        vectors = {parts[0].plane.record_bytes for parts in self.placed}
+        vectors = {
+            parts[0].plane.record_bytes
+            for spec, parts in zip(self.planes, self.placed, strict=True)
+            if not spec.of_page
+        }
         if self.index(KEY) is None or not self.is_plain or len(vectors) > 1:
             return PAGE_ALIGNMENT_BYTES
         return math.lcm(PAGE_ALIGNMENT_BYTES, *vectors)

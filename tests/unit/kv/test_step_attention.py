@@ -16,14 +16,16 @@ from quire.kernels.backend import AttentionMath
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention, attend_reference
 from quire.kernels.select import select_backend
-from quire.kv.compaction import commit_compaction, plan_compaction
+from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.lane_reader import LaneReader
 from quire.kv.paged_kv import allocate_kv
 from quire.kv.sharing import fork
 from quire.kv.step import StepAttention
 from quire.kv.swap import swap_in, swap_out
 from quire.layout.codec_names import CODECS, codec_pair
+from quire.layout.layout import layout_for
 from quire.layout.pages import CacheLayout, LaneGroup, kv_pages
+from support.model_specs import small_spec
 
 NUM_HEADS = 4
 LAYERS = ((2, 10, 6), (4, 8, 8), (2, 10, 6), (2, 6, 12))
@@ -413,3 +415,77 @@ def test_slot_with_shared_scales_cannot_be_moved():
 
     with pytest.raises(InvariantError, match="slots of pages in int4_page cannot move"):
         kv.store.move_slots(page_class, slot, slot)
+
+
+# ---- bounds of pages -----------------------------------------------------------------------------
+
+
+def check_bounds(kv, rows):
+    """Bounds of pages with one owner are those of its live keys; others contain them."""
+    for group in kv.memory.layout.groups:
+        table, views = kv.memory.tables[group.name], kv.store.views(group.page_class)
+        pool, tokens = kv.memory.pools[group.page_class], group.page_class.tokens
+        if not group.page_class.has_bounds:
+            continue
+        for row in rows:
+            for lane, held in enumerate(table.num_slots[row].tolist()):
+                for column in range(-(-held // tokens)):
+                    page = int(table.pages[row, lane, column])
+                    key = views.key[page].float()
+                    if views.coded is not None:
+                        one = [plane[page] for plane in views.coded.key.planes]
+                        key = views.coded.key.codec.decode(one).float()
+                    live = key[:, : held - column * tokens]
+                    low, high = views.bounds[page, :, 0].float().chunk(2, dim=-1)
+                    assert (low <= live.amin(dim=1)).all()
+                    assert (high >= live.amax(dim=1)).all()
+                    if pool.ref_counts[page] == 1:
+                        exact = views.coded is None
+                        near = {"rtol": 0 if exact else 1e-3, "atol": 0 if exact else 1e-4}
+                        torch.testing.assert_close(low, live.amin(dim=1), **near)
+                        torch.testing.assert_close(high, live.amax(dim=1), **near)
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8", "int4", "fp8", "int4_outliers"])
+@pytest.mark.parametrize("heads_apart", [False, True])
+def test_bounds_follow_the_keys_of_their_pages(codec, backend, heads_apart):
+    """Chunks, decode, forks, copy on write, compaction of each kind, swap, truncation."""
+    rng, generator = np.random.default_rng(3), torch.Generator().manual_seed(3)
+    dtype = torch.bfloat16 if codec == "bfloat16" else torch.float32
+    choice = select_backend(backend, CPU, dtype=dtype, head_dim=16, scratch_bytes=1 << 20)
+    spec = small_spec(None, 5, None, num_heads=4, num_kv_heads=2, head_dim=16)
+    options = {"evicting": True, "heads_apart": heads_apart, "bounds": True}
+    layout = layout_for(spec, codec=codec, page_tokens=4, **options)
+    kv = allocate_kv(
+        layout, layout.smallest_sequence_bytes * 300, 8, device=CPU, backend=choice.backend
+    )
+    kv.store.arena.fill_(0xFF)
+    memory = kv.memory
+
+    def run(tokens):
+        step, count = grown_step(kv, tokens), sum(tokens.values())
+        drawn = [torch.randn(count, n, 16, generator=generator).to(dtype) for n in (4, 2, 2)]
+        for layer in range(3):
+            step.attend(layer, AttentionMath(scale=0.2), *drawn)
+        check_bounds(kv, tokens)
+
+    first, second = memory.start(), memory.start()
+    run({first: 6, second: 1})
+    run({first: 1, second: 9})
+    memory.truncate(second, 7)
+    check_bounds(kv, [second])
+    child = fork(memory, second)
+    for _ in range(3):
+        run({second: 1, child: 1, first: 1})
+    for kind in (Kind.FILL_HOLES, Kind.KEEP_ORDER):
+        keep = rng.random((memory.tables["full"].group.num_lanes, 16)) < 0.6
+        keep[:] = keep[0]
+        for row in (first, child):
+            commit_compaction(memory, plan_compaction(memory, "full", row, keep, kind))
+        check_bounds(kv, [first, second, child])
+        run({first: 3, child: 5})
+    first, child = swap_in(memory, swap_out(memory, [first, child]))
+    check_bounds(kv, [first, child])
+    run({first: 1, child: 1, second: 1})
+    memory.check()

@@ -328,8 +328,9 @@ class WriteArgs(ctypes.Structure):
         ("dtype", ctypes.c_int32),
         ("path", ctypes.c_int32),
         ("coded", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        ("bounds_dtype", ctypes.c_int32),
         ("codings", CodingArgs * 2),
+        ("bounds", ctypes.c_void_p),
     )
 
 

@@ -332,12 +332,23 @@ static parallel_function writing(const write_args *args) {
     return encode_tokens_plain;
 }
 
+static int bound(const write_args *args, parallel_for run) {
+    int heads = args->num_lanes * args->heads_per_page;
+    parallel_function widen = widen_plain;
+#ifdef HAVE_X86
+    if (args->path >= PATH_AVX512) widen = widen_512;
+#endif
+    if (run == NULL || args->num_tokens <= TOKENS_A_THREAD) widen(0, heads, (void *)args);
+    else return run(0, heads, 1, widen, (void *)args) != 0;
+    return 0;
+}
+
 /* Write; 0 on success. */
 int quire_write(const write_args *args, parallel_for run) {
     parallel_function write = writing(args);
     if (run == NULL || args->num_tokens <= TOKENS_A_THREAD) write(0, args->num_tokens, (void *)args);
-    else return run(0, args->num_tokens, TOKENS_A_THREAD, write, (void *)args) != 0;
-    return 0;
+    else if (run(0, args->num_tokens, TOKENS_A_THREAD, write, (void *)args)) return 1;
+    return args->bounds != NULL && bound(args, run);
 }
 
 int64_t quire_write_args_size(void) { return sizeof(write_args); }

@@ -594,6 +594,9 @@ class WriteCall:
             coded=self._is_coded,
             codings=codings_of(slots),
         )
+        if slots.bounds is not None:
+            self._args.bounds = slots.bounds.data_ptr()
+            self._args.bounds_dtype = DTYPES[slots.bounds.dtype]
 
     def fits(self, slots: NewSlots, key: Tensor, value: Tensor) -> bool:
         """Return whether these tensors differ from the first ones in memory and tokens only."""
@@ -602,6 +605,7 @@ class WriteCall:
             (slots.coded is not None) == self._is_coded
             and slots.key is self._planes[0]
             and slots.value is self._planes[1]
+            and (slots.bounds is not None) == bool(self._args.bounds)
             and slots.pages.shape == slots.offsets.shape == places
             and (key.shape[1:], value.shape[1:]) == self._vectors
             and len(key) == len(value)

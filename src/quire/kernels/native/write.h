@@ -2,6 +2,9 @@
  *
  * The slots of decode rows are scattered and rarely in a cache. All cache lines of several tokens are
  * prefetched before they are written, so that their latencies overlap.
+ *
+ * Bounds of a page's keys are widened after that, head by head, so that the tokens of a page are in order. The
+ * first slot of a page begins new bounds.
  */
 #ifndef QUIRE_WRITE_H
 #define QUIRE_WRITE_H
@@ -20,8 +23,9 @@ typedef struct {
     int64_t page_bytes;
     const int64_t *pages, *offsets; /* [tokens, lanes] */
     int32_t num_tokens, num_lanes, heads_per_page, page_tokens;
-    int32_t dtype, path, coded, unused; /* dtype of `fresh`; coded: slots store codes */
+    int32_t dtype, path, coded, bounds_dtype; /* dtype of `fresh`; coded: slots store codes */
     coding codings[2]; /* also of plain pages */
+    uint8_t *bounds;   /* plane of [heads_per_page, 2, dim]: minima and maxima of a page's keys; or NULL */
 } write_args;
 
 INLINE place new_place(const write_args *a, int64_t token, int head) {
@@ -72,5 +76,33 @@ static void write_tokens(int64_t begin, int64_t end, void *context) {
                            (size_t)a->codings[which].vector_bytes);
     }
 }
+
+INLINE void widen_bounds(const write_args *a, int64_t begin, int64_t end) {
+    const coding *c = &a->codings[0];
+    int dim = c->dim, dtype = a->bounds_dtype;
+    float key[MAX_HEAD_DIM];
+    for (int64_t head = begin; head < end; head++)
+        for (int64_t token = 0; token < a->num_tokens; token++) {
+            place p = new_place(a, token, (int)head);
+            int64_t first = head % a->heads_per_page * 2 * dim;
+            int begins = p.record % a->page_tokens == 0;
+            float *wide = (float *)(a->bounds + p.page_at) + first;
+            uint16_t *half = (uint16_t *)(a->bounds + p.page_at) + first;
+            decode_vector(c, a->plane[0], p, key);
+            for (int d = 0; d < dim; d++) {
+                int lower = begins || key[d] < load_number(dtype == F32 ? (void *)wide : half, d, dtype);
+                int higher = begins || key[d] > load_number(dtype == F32 ? (void *)wide : half, dim + d, dtype);
+                if (lower && dtype == F32) wide[d] = key[d];
+                else if (lower) half[d] = dtype == BF16 ? to_bf16(key[d]) : half_below(key[d]);
+                if (higher && dtype == F32) wide[dim + d] = key[d];
+                else if (higher) half[dim + d] = dtype == BF16 ? to_bf16(key[d]) : half_above(key[d]);
+            }
+        }
+}
+
+static void widen_plain(int64_t begin, int64_t end, void *context) { widen_bounds(context, begin, end); }
+#ifdef HAVE_X86
+static AVX512 void widen_512(int64_t begin, int64_t end, void *context) { widen_bounds(context, begin, end); }
+#endif
 
 #endif
