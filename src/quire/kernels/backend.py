@@ -58,16 +58,40 @@ class StepShape:
 
 
 @dataclass(frozen=True, slots=True)
+class SparseLanes:
+    """Pages that decode rows read; see `quire.kernels.sparse`.
+
+    Attributes:
+        pages: [rows, lanes] pages that each KV head of a lane reads; 0: all.
+        sinks, recent: [rows] first and newest pages that are read in any case; the last page of a
+            lane is always read.
+    """
+
+    pages: NDArray[np.int32]
+    sinks: NDArray[np.int32]
+    recent: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
 class LaneSlots:
     """Live slots of the lanes of one layer, including the step's tokens.
 
     Attributes:
         slots: [rows, lanes] live slots; lanes is 1 for layer pages, KV heads for one-head pages.
         window: number of slots a query attends to, including its own; None for all.
+        sparse: pages that rows read; None: all.
     """
 
     slots: NDArray[np.int32]
     window: int | None
+    sparse: SparseLanes | None = None
+
+    def slots_read(self, page_tokens: int) -> NDArray[np.int32]:
+        """Return the slots [rows, lanes] of the pages that are read."""
+        if self.sparse is None:
+            return self.slots
+        unread = -(-self.slots // page_tokens) - self.sparse.pages
+        return self.slots - np.where(self.sparse.pages > 0, unread * page_tokens, np.int32(0))
 
 
 def token_rows(step: StepShape, lanes: LaneSlots) -> tuple[StepShape, LaneSlots, NDArray[np.int64]]:
@@ -590,12 +614,12 @@ class ChainBackend(Protocol):
         """
         ...
 
-    def advance(self, plan: object, slots: NDArray[np.int32]) -> bool:
+    def advance(self, plan: object, lanes: LaneSlots) -> bool:
         """Change the live slots of a plan of decode rows in place, if its calls stay right.
 
         Args:
             plan: result of `AttentionBackend.plan`; its arrays were given to no other plan.
-            slots: [rows, lanes] live slots, including the step's tokens.
+            lanes: live slots, including the step's tokens.
 
         Returns:
             Whether the plan has these slots now; else it is unchanged, and a new plan is needed.

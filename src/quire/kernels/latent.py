@@ -33,6 +33,7 @@ from quire.kernels.device_copies import to_device
 from quire.kernels.index import indexed_layer
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.reference_backend import ReferenceAttention
+from quire.kernels.sparse import attend_planned
 
 EXPANSION_COST = 1.25
 """Time of a multiplication that expands latents, in multiplications of attention.
@@ -291,7 +292,7 @@ def attend_pages(
 
     Args:
         backend: of the step.
-        plan: of the backend; a `LatentPlan` if pages hold latents.
+        plan: of the backend; a `LatentPlan` if pages hold latents; or a `SparsePlan`.
         pages: keys and values; or rotated parts of keys, and latents as values.
         math: with `latent` if pages hold latents.
         query: the model's own queries.
@@ -300,7 +301,7 @@ def attend_pages(
     """
     latent = math.latent
     if latent is None:
-        return backend.attend(plan, pages, math, query, fresh, column_sums=column_sums)
+        return attend_planned(backend, plan, pages, math, query, fresh, column_sums=column_sums)
     assert isinstance(plan, LatentPlan), "pages of latents have such plans"
     alone = plan.token_row is not None
     if alone and not math.joined:

@@ -23,11 +23,13 @@ from quire.kernels.backend import (
     LayerRecords,
     NewSlots,
     RotatesTo,
+    SparseLanes,
     TokenIndex,
     rotated_and_written,
 )
 from quire.kernels.device_copies import to_device
 from quire.kernels.latent import LatentPlan, attend_pages
+from quire.kernels.sparse import SparsePlan
 from quire.kv.flat_batch import WHOLE_STEP, FlatBatch, Scoring, StepPart
 from quire.kv.paged_kv import PagedKV, slot_bytes_of
 from quire.kv.pages import PageNumbers
@@ -42,6 +44,7 @@ from quire.kv.statistics import (
 )
 from quire.kv.token_precision import FullPrecisionStep, PromotedBuffer
 from quire.layout.pages import LaneGroup
+from quire.layout.sparse import SparseSpec
 
 
 @runtime_checkable  # for the shape checks in tests
@@ -117,17 +120,21 @@ class ChainedStep:
         backend: ChainBackend,
         name: str,
         pages: tuple[LayerPages, ...],
-        slots: NDArray[np.int32],
+        lanes: Sequence[LaneSlots],
         places: tuple[PageNumbers, NDArray[np.int64]],
     ) -> GroupStep | None:
-        """A lane group changed to the next step, places [layers, tokens, lanes]; or None."""
+        """A lane group changed to the next step, places [layers, tokens, lanes]; or None.
+
+        `lanes` of each layer; layers that can share a plan have the same object.
+        """
         last = self.groups.get(name)
         if last is None or pages is not last.pages:
             return None
-        plans = {id(plan): plan for plan in last.plans}.values()  # in the order of the layers
-        if len(plans) < len(pages) and not (slots == slots[:, :1, :1]).all():
-            return None
-        if not all(backend.advance(plan, slots[:, layer]) for layer, plan in enumerate(plans)):
+        first: dict[int, int] = {}  # the first layer of each plan
+        for layer, plan in enumerate(last.plans):
+            if lanes[first.setdefault(id(plan), layer)] is not lanes[layer]:
+                return None
+        if not all(backend.advance(last.plans[layer], lanes[layer]) for layer in first.values()):
             return None
         for held, new in zip(last.new_places, places, strict=True):
             held.numpy()[:] = new
@@ -180,6 +187,7 @@ class StepAttention:
         pre_rope: whether the keys of these rows are stored before RoPE, beside others after RoPE.
         layer: the only layer whose slots are allocated; None: those of all layers are.
         scoring: the part of a scoring pass that the tokens are; None: they are tokens of requests.
+        sparse: [rows] sparse attention of decode rows; None: of a row that reads all pages.
         last: the last step of the same owner; default: nothing is used again.
 
     Attributes:
@@ -199,11 +207,13 @@ class StepAttention:
         pre_rope: bool = False,
         layer: int | None = None,
         scoring: Scoring | None = None,
+        sparse: Sequence[SparseSpec | None] = (),
         last: LastStep | None = None,
     ) -> None:
         self._kv, self._last, self._scoring = kv, last or LastStep(), scoring
         self._pre_rope = kv.pre_rope if pre_rope and kv.rotated else None
         self._later = np.zeros_like(tokens) if later is None else later
+        self._sparse = sparse if any(sparse) else ()
         self._lengths = _lengths_before(kv.memory.lengths, rows, later)
         self._batch = self._last.flat_batch(rows, tokens, kv.store.device)
         self._offload = None if kv.offload is None else kv.offload.step(self._batch, part)
@@ -372,12 +382,15 @@ class StepAttention:
         new_places = self._new_places(group, slots[:, lanes], lanes.start)
         if only is not None:
             layers = layers[only.start : only.stop]
-        elif (continued := self._continued(group, layers, attended, new_places)) is not None:
-            return continued
+        of_layers = self._lanes_of_layers(group, attended[:, lanes], chosen.start)
+        if only is None:
+            continued = self._continued(group, layers, slots, of_layers, new_places)
+            if continued is not None:
+                return continued
         pages, offsets = self._tensor(new_places[0]), self._tensor(new_places[1])
         places = zip(layers, pages.unbind(), offsets.unbind(), strict=True)
         return GroupStep(
-            plans=self._plans(group, attended[:, lanes]),
+            plans=self._plans(group, of_layers),
             pages=layers,
             new_slots=tuple(
                 NewSlots(
@@ -406,10 +419,11 @@ class StepAttention:
         group: LaneGroup,
         layers: tuple[LayerPages, ...],
         slots: NDArray[np.int32],
+        lanes: Sequence[LaneSlots],
         places: tuple[PageNumbers, NDArray[np.int64]],
     ) -> GroupStep | None:
         """Return the state of the last chained step, changed to this step, if that is possible."""
-        kv, shape = self._kv, (len(slots), len(group.layers), group.lanes_per_layer)
+        kv = self._kv
         if self._pre_rope is not None or kv.chains is None or self._later.any():
             return None
         last = self._last.chained
@@ -421,7 +435,7 @@ class StepAttention:
             return None
         if found.watch is not None:
             found.watch.advance(slots, self._lengths)
-        return last.continued(kv.chains, group.name, layers, slots.reshape(shape), places)
+        return last.continued(kv.chains, group.name, layers, lanes, places)
 
     def _full_precision_step(self, name: str) -> FullPrecisionStep | None:
         buffer = self._kv.full_precision.get(name)
@@ -430,23 +444,50 @@ class StepAttention:
         promoted = self._kv.promoted.get(name)
         return FullPrecisionStep(buffer, self._batch, self._lengths, promoted)
 
-    def _plans(self, group: LaneGroup, slots: NDArray[np.int32]) -> tuple[object, ...]:
-        """Return a plan per layer; layers share a plan if all lanes of a row have equal lengths."""
-        page_class, num_layers = group.page_class, slots.shape[1] // group.lanes_per_layer
-        slot_bytes = slot_bytes_of(page_class)
+    def _lanes_of_layers(
+        self, group: LaneGroup, slots: NDArray[np.int32], first: int
+    ) -> list[LaneSlots]:
+        """Return the slots of each layer: the same object for all whose lanes are read alike."""
+        num_layers = slots.shape[1] // group.lanes_per_layer
         by_layer = slots.reshape(len(slots), num_layers, group.lanes_per_layer)
-        distinct = 1 if (slots == slots[:, :1]).all() else num_layers
-        plan = partial(LatentPlan.of, self._backend) if page_class.joined else self._backend.plan
-        plans = [
-            plan(
-                self._batch.shape,
-                LaneSlots(np.ascontiguousarray(by_layer[:, layer]), group.window),
-                page_class.tokens,
-                slot_bytes,
-            )
-            for layer in range(distinct)
-        ]
-        return tuple(plans if distinct == num_layers else plans * num_layers)
+        alike = bool((slots == slots[:, :1]).all())
+        if alike and not self._sparse:
+            return [LaneSlots(np.ascontiguousarray(by_layer[:, 0]), group.window)] * num_layers
+        found: dict[tuple[int, bytes], LaneSlots] = {}
+        lanes = []
+        for layer in range(num_layers):
+            number = group.layers[first + layer]
+            dense = np.array([one is None or number < one.dense_layers for one in self._sparse])
+            key = 0 if alike else layer, dense.tobytes()
+            if key not in found:
+                own = np.ascontiguousarray(by_layer[:, layer])
+                found[key] = LaneSlots(own, group.window, self._sparse_lanes(group, own, dense))
+            lanes.append(found[key])
+        return lanes
+
+    def _sparse_lanes(
+        self, group: LaneGroup, slots: NDArray[np.int32], dense: NDArray[np.bool_]
+    ) -> SparseLanes | None:
+        if dense.all() or not group.page_class.has_bounds:
+            return None
+        held, sinks, recent = -(-slots // group.page_class.tokens), *np.ones((2, len(slots)), "i4")
+        pages = np.zeros_like(slots)
+        for row, one in enumerate(self._sparse):
+            if one is not None and not dense[row]:
+                pages[row] = one.pages_read(held[row])
+                sinks[row], recent[row] = one.sinks, one.recent
+        return SparseLanes(pages, sinks, recent) if pages.any() else None
+
+    def _plans(self, group: LaneGroup, lanes: Sequence[LaneSlots]) -> tuple[object, ...]:
+        """Return a plan per layer; layers with the same lanes share a plan."""
+        page_class, backend = group.page_class, self._backend
+        plan = partial(LatentPlan.of if page_class.joined else SparsePlan.of, backend)
+        tokens, slot_bytes = page_class.tokens, slot_bytes_of(page_class)
+        distinct = {id(one): one for one in lanes}
+        plans = {
+            key: plan(self._batch.shape, one, tokens, slot_bytes) for key, one in distinct.items()
+        }
+        return tuple(plans[id(one)] for one in lanes)
 
     def _new_places(
         self, group: LaneGroup, slots: NDArray[np.int32], first_lane: int

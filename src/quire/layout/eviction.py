@@ -40,6 +40,7 @@ _SUCH_AS = {
     "budget": "pyramid:beta=20",
     "codec": "int4:group=32",
     "press": "SnapKVPress:window_size=16",
+    "sparse attention": "quest:budget=10%",
 }
 
 
@@ -61,7 +62,7 @@ def parse_policy(text: str, what: str = "policy") -> PolicyText:
 
     Args:
         text: the policy text.
-        what: what the text describes, for messages: "policy", "codec", "budget" or "press".
+        what: what the text describes, for messages; one of `_SUCH_AS`.
 
     Raises:
         ConfigError: the name is missing, an option has no value or is repeated, parentheses do

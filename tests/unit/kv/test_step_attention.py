@@ -25,6 +25,7 @@ from quire.kv.swap import swap_in, swap_out
 from quire.layout.codec_names import CODECS, codec_pair
 from quire.layout.layout import layout_for
 from quire.layout.pages import CacheLayout, LaneGroup, kv_pages
+from quire.layout.sparse import parse_sparse
 from support.model_specs import small_spec
 
 NUM_HEADS = 4
@@ -489,3 +490,148 @@ def test_bounds_follow_the_keys_of_their_pages(codec, backend, heads_apart):
     check_bounds(kv, [first, child])
     run({first: 1, child: 1, second: 1})
     memory.check()
+
+
+# ---- sparse attention ----------------------------------------------------------------------------
+
+
+def sparse_kvs(backends, codec, *, heads_apart=False, page_tokens=4, dtype=torch.float32):
+    spec = small_spec(None, 5, None, num_heads=4, num_kv_heads=2, head_dim=16)
+    options = {"evicting": heads_apart, "heads_apart": heads_apart, "bounds": True}
+    layout = layout_for(spec, codec=codec, page_tokens=page_tokens, **options)
+    for name in backends:
+        choice = select_backend(name, CPU, dtype=dtype, head_dim=16, scratch_bytes=1 << 20)
+        total_bytes = layout.smallest_sequence_bytes * 600
+        kv = allocate_kv(layout, total_bytes, 8, device=CPU, backend=choice.backend)
+        kv.store.arena.fill_(0xFF)
+        yield kv
+
+
+def sparse_step(kv, tokens, drawn, rules, *, sums=False, softcap=None):
+    order = sorted(tokens, key=lambda row: tokens[row] != 1)
+    counts = np.array([tokens[row] for row in order], dtype=np.int32)
+    kv.memory.grow(np.array(order), counts)
+    sparse = [rules.get(row) if tokens[row] == 1 else None for row in order]
+    step = StepAttention(kv, np.array(order), counts, sparse=sparse)
+    sinks = torch.linspace(-1, 1, 4)
+    math = AttentionMath(scale=0.25, softcap=softcap, sinks=sinks)
+    return [step.attend(layer, math, *parts) for layer, parts in enumerate(drawn)]
+
+
+def plain_sparse(kv, group, layer, row, query, rule):
+    """The attention of a decode row in float64, page by page."""
+    table, views = kv.memory.tables[group.name], kv.store.views(group.page_class)
+    tokens, heads = group.page_class.tokens, group.page_class.heads
+    outputs = []
+    for head in range(4):
+        kv_head = head // 2
+        lane = group.layers.index(layer) * group.lanes_per_layer + kv_head // heads
+        own, held = kv_head % heads, int(table.num_slots[row, lane])
+        numbers = table.pages[row, lane, : -(-held // tokens)]
+        count = rule.pages_read(np.array([len(numbers)], dtype=np.int32))[0]
+        keys, values, scores = [], [], []
+        for column, page in enumerate(numbers):
+            live = min(tokens, held - column * tokens)
+            keys.append(views.key[page, own, :live].double())
+            values.append(views.value[page, own, :live].double())
+            low, high = keys[-1].amin(dim=0), keys[-1].amax(dim=0)
+            queries = query[2 * kv_head : 2 * kv_head + 2].double()
+            score = torch.maximum(queries * low, queries * high).sum().item()
+            always = column < rule.sinks or column >= len(numbers) - rule.recent
+            scores.append(float("inf") if always else score)
+        chosen = range(len(numbers))
+        if count and layer >= rule.dense_layers:
+            chosen = sorted(sorted(chosen, key=lambda c: -scores[c])[:count])
+        key, value = (torch.cat([x[c] for c in chosen]) for x in (keys, values))
+        logits = torch.cat(
+            [key @ query[head].double() * 0.25, torch.linspace(-1, 1, 4)[head, None]]
+        )
+        outputs.append(torch.softmax(logits, 0)[:-1] @ value)
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("name", ["reference", "gathered", "auto"])
+@pytest.mark.parametrize("heads_apart", [False, True])
+@pytest.mark.parametrize("page_tokens", [3, 16])
+def test_decode_rows_read_the_pages_with_the_highest_scores(name, heads_apart, page_tokens):
+    generator = torch.Generator().manual_seed(1)
+    (kv,) = sparse_kvs([name], "float32", heads_apart=heads_apart, page_tokens=page_tokens)
+    rows = [kv.memory.start() for _ in range(3)]
+    rules = {
+        rows[0]: parse_sparse("quest:pages=5,recent=2"),
+        rows[1]: parse_sparse("quest:budget=30%,sinks=0,recent=1,dense_layers=0"),
+    }
+
+    def draw(count):
+        return [
+            [torch.randn(count, n, 16, generator=generator) for n in (4, 2, 2)] for _ in range(3)
+        ]
+
+    sparse_step(kv, dict(zip(rows, (170, 90, 9), strict=True)), draw(269), rules)
+    full = kv.memory.layout.groups[0]
+    for _ in range(page_tokens + 1):
+        drawn = draw(4)
+        out = sparse_step(kv, {rows[0]: 1, rows[1]: 1, rows[2]: 2}, drawn, rules)
+
+        for layer in (0, 2):
+            for index, row in enumerate(rows[:2]):
+                expected = plain_sparse(kv, full, layer, row, drawn[layer][0][index], rules[row])
+                torch.testing.assert_close(
+                    out[layer][index].double(), expected, atol=1e-5, rtol=1e-4
+                )
+
+
+@pytest.mark.parametrize("name", ["gathered", "auto"])
+@pytest.mark.parametrize(
+    ("codec", "heads_apart", "softcap"),
+    [
+        ("float32", False, None),
+        ("float32", True, 4.0),
+        ("bfloat16", False, None),
+        ("int8", True, None),
+        ("int8", False, 4.0),
+        ("int4", False, None),
+        ("fp8", False, None),
+        ("int4_outliers", True, None),
+    ],
+)
+def test_backends_agree_on_sparse_rows(name, codec, heads_apart, softcap):
+    dtype = torch.bfloat16 if codec == "bfloat16" else torch.float32
+    options = {"heads_apart": heads_apart, "page_tokens": 16, "dtype": dtype}
+    kvs = list(sparse_kvs(["reference", name], codec, **options))
+    generator = torch.Generator().manual_seed(2)
+    rows = start_rows(kvs, 3)
+    rules = {row: parse_sparse("quest:budget=20%,dense_layers=1") for row in rows[:2]}
+    for tokens in ([299, 798, 40], *[[1, 1, 1]] * 4, [1, 1, 7]):
+        drawn = [
+            [torch.randn(sum(tokens), n, 16, generator=generator).to(dtype) for n in (4, 2, 2)]
+            for _ in range(3)
+        ]
+        parts = dict(zip(rows, tokens, strict=True))
+        expected, got = (sparse_step(kv, parts, drawn, rules, softcap=softcap) for kv in kvs)
+
+        near = (
+            {"atol": 2e-2, "rtol": 2e-2}
+            if dtype == torch.bfloat16
+            else {"atol": 2e-5, "rtol": 1e-4}
+        )
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other, **near)
+
+
+@pytest.mark.parametrize("name", ["gathered", "auto"])
+def test_budget_of_all_pages_equals_dense_bit_for_bit(name):
+    kvs = list(sparse_kvs([name] * 2, "float32"))
+    generator = torch.Generator().manual_seed(2)
+    rows = start_rows(kvs, 3)
+    rules = {row: parse_sparse("quest:budget=100%") for row in rows}
+    for tokens in ([50, 120, 4], *[[1, 1, 1]] * 5):
+        drawn = [
+            [torch.randn(sum(tokens), n, 16, generator=generator) for n in (4, 2, 2)]
+            for _ in range(3)
+        ]
+        parts = dict(zip(rows, tokens, strict=True))
+        dense = sparse_step(kvs[0], parts, drawn, {})
+        sparse = sparse_step(kvs[1], parts, drawn, rules)
+
+        assert all(torch.equal(one, other) for one, other in zip(dense, sparse, strict=True))

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import InvariantError
@@ -331,12 +330,12 @@ class NativeAttention:
             for written, attended in zip(writes, attends, strict=True)
         ]
 
-    def advance(self, plan: object, slots: NDArray[np.int32]) -> bool:
+    def advance(self, plan: object, lanes: LaneSlots) -> bool:
         assert isinstance(plan, NativePlan), "a plan comes from this backend"
         decodes = plan.step.num_decode == len(plan.step.tokens) and plan.token_row is None
-        if not decodes or not are_cut_alike(plan.lanes.slots, slots):
+        if not decodes or not are_cut_alike(plan.lanes.slots, lanes.slots):
             return False
-        plan.lanes.slots[:] = slots
+        plan.lanes.slots[:] = lanes.slots
         return True
 
     def _make_ready(

@@ -1,0 +1,263 @@
+"""Sparse attention over pages (Quest): bounds of the keys of pages, and which pages are read.
+
+A page has, for each KV head, the minimum and the maximum of each element of its keys after RoPE. No
+key k of the page has a product with a query q above
+
+    sum over elements d of max(q[d] * min[d], q[d] * max[d])
+
+The score of a page for a KV head is the sum of these bounds over its query heads, which read the
+same pages. Since max(q * min, q * max) is max(q, 0) * max + min(q, 0) * min, it is one product:
+
+    score = sum over d of (sum over heads of max(q[d], 0)) * max[d]
+                        + (sum over heads of min(q[d], 0)) * min[d]
+
+A decode row reads the first pages of a lane (sinks), the newest ones, and those with the highest
+scores. Its other rows, and those with fewer pages than it may read, attend to all tokens.
+
+Bounds are exact: those of the keys as attention decodes them, rounded outward if they have fewer
+digits. Only where a row drops tokens of a page that it shares can bounds be too wide, until the
+page is copied.
+Source: Tang et al. 2024, Quest, arXiv 2406.10774.
+
+Differs from the paper:
+    heads: the query heads of a KV head read the same pages.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.kernels.backend import (
+    AttentionBackend,
+    AttentionMath,
+    LaneSlots,
+    LayerPages,
+    StepShape,
+)
+from quire.kernels.coded import CodedPlanes
+from quire.kernels.device_copies import to_device
+
+
+def select_pages(
+    bounds: Float[Tensor, "column head both_dims"],
+    query: Float[Tensor, "head group key_dim"],
+    count: int,
+    *,
+    sinks: int,
+    recent: int,
+) -> Int[Tensor, "head count"]:
+    """Return the pages that each KV head of a lane reads, ascending.
+
+    Of pages with equal scores the first ones are read.
+
+    Args:
+        bounds: of the lane's pages, minima before maxima.
+        query: the query heads of each KV head.
+        count: pages to read, at least `sinks` and `recent` together.
+        sinks: first pages that are read in any case.
+        recent: last pages that are read in any case.
+    """
+    weights = torch.cat([query.clamp_max(0).sum(dim=1), query.clamp_min(0).sum(dim=1)], dim=1)
+    scores = torch.einsum("chd,hd->hc", bounds.float(), weights.float())
+    scores[:, :sinks] = torch.inf
+    scores[:, len(bounds) - recent :] = torch.inf
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    return best.sort(dim=1).values
+
+
+@dataclass(frozen=True, slots=True)
+class SparsePlan:
+    """A step for a backend that reads all pages of its rows: sparse rows attend to copies.
+
+    Attributes:
+        backend: attends to the pages, or to copies of them.
+        step, lanes, page_tokens, slot_bytes: as of a plan of the backend.
+        rows: rows that read only some pages, with one new token each.
+        others: the other rows.
+        dense: plan of the backend for the other rows; None if there are none.
+        plans: plans for the sparse rows, by heads of a page.
+    """
+
+    backend: AttentionBackend
+    step: StepShape
+    lanes: LaneSlots
+    page_tokens: int
+    slot_bytes: int
+    rows: NDArray[np.int64]
+    others: NDArray[np.int64]
+    dense: object
+    plans: dict[int, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        backend: AttentionBackend,
+        step: StepShape,
+        lanes: LaneSlots,
+        page_tokens: int,
+        slot_bytes: int,
+    ) -> object:
+        """Return the plan of the backend itself if no row is sparse."""
+        if lanes.sparse is None:
+            return backend.plan(step, lanes, page_tokens, slot_bytes)
+        is_sparse = lanes.sparse.pages.any(axis=1)
+        rows, others = np.flatnonzero(is_sparse), np.flatnonzero(~is_sparse)
+        dense = None
+        if len(others):
+            own = LaneSlots(np.ascontiguousarray(lanes.slots[others]), lanes.window)
+            dense = backend.plan(StepShape.of(step.tokens[others]), own, page_tokens, slot_bytes)
+        return cls(backend, step, lanes, page_tokens, slot_bytes, rows, others, dense)
+
+    def attend(
+        self,
+        pages: LayerPages,
+        math: AttentionMath,
+        query: Tensor,
+        fresh: tuple[Tensor, Tensor],
+        *,
+        column_sums: Tensor | None = None,
+    ) -> Tensor:
+        """Compute attention for all rows of the step; see `AttentionBackend.attend`."""
+        out = query.new_empty(*query.shape[:2], math.output_dim(pages))
+        device = query.device
+        if self.dense is not None:
+            own, starts, tokens = self.others, self.step.starts, self.step.tokens
+            flat = [np.arange(starts[row], starts[row] + tokens[row]) for row in own]
+            token, row = to_device(np.concatenate(flat), device), to_device(own, device)
+            sums = None if column_sums is None else column_sums[row]
+            of_rows = _of_rows(pages, row)
+            own_fresh = (fresh[0][token], fresh[1][token])
+            out[token] = self.backend.attend(
+                self.dense, of_rows, math, query[token], own_fresh, column_sums=sums
+            )
+            if column_sums is not None and sums is not None:
+                column_sums[row] = sums
+        row, token = to_device(self.rows, device), to_device(self.step.starts[self.rows], device)
+        columns = self._select(pages, query[token])
+        copies = _copied(_of_rows(pages, row), columns, query.dtype)
+        slots = self._slots(pages.key.shape[1])
+        sums = None
+        if column_sums is not None:
+            sums = column_sums.new_zeros(len(row), query.shape[1], int(slots.max()))
+        own_fresh = (fresh[0][token], fresh[1][token])
+        plan = self._plan(pages.key.shape[1], slots)
+        out[token] = self.backend.attend(
+            plan, copies, math, query[token], own_fresh, column_sums=sums
+        )
+        if column_sums is not None and sums is not None:
+            width = column_sums.shape[2]
+            column_sums[row] = spread_sums(sums, columns, slots, self.page_tokens, width)
+        return out
+
+    def _slots(self, heads: int) -> NDArray[np.int32]:
+        """Return the slots that each KV head of the sparse rows reads, [row, KV head]."""
+        by_lane = self.lanes.slots_read(self.page_tokens)[self.rows]
+        return np.repeat(by_lane, heads, axis=1)
+
+    def _plan(self, heads: int, slots: NDArray[np.int32]) -> object:
+        if heads not in self.plans:
+            ones = StepShape.of(np.ones(len(self.rows), dtype=np.int32))
+            self.plans[heads] = self.backend.plan(
+                ones, LaneSlots(slots, self.lanes.window), self.page_tokens, self.slot_bytes
+            )
+        return self.plans[heads]
+
+    def _select(self, pages: LayerPages, query: Tensor) -> Int[Tensor, "row kv_head column"]:
+        """Return the columns of the page table that each KV head reads; 0 after the last."""
+        sparse, heads = self.lanes.sparse, pages.key.shape[1]
+        assert pages.bounds is not None, "only such pages are selected"
+        assert sparse is not None, "see `of`"
+        held = -(-self.lanes.slots[self.rows] // self.page_tokens)
+        counts = np.where(sparse.pages[self.rows] > 0, sparse.pages[self.rows], held)
+        shape = (len(self.rows), pages.num_lanes, heads, int(counts.max()))
+        found = torch.zeros(shape, dtype=torch.int64, device=query.device)
+        by_lane = query.view(len(query), pages.num_lanes, heads, -1, query.shape[2]).float()
+        for i, row in enumerate(self.rows.tolist()):
+            for lane in range(pages.num_lanes):
+                columns, count = int(held[i, lane]), int(counts[i, lane])
+                numbers = pages.table[pages.rows[row], pages.first_lane + lane, :columns]
+                found[i, lane, :, :count] = select_pages(
+                    pages.bounds[numbers.long(), :, 0],
+                    by_lane[i, lane],
+                    count,
+                    sinks=int(sparse.sinks[row]),
+                    recent=int(sparse.recent[row]),
+                )
+        return found.flatten(1, 2)
+
+
+def attend_planned(
+    backend: AttentionBackend,
+    plan: object,
+    pages: LayerPages,
+    math: AttentionMath,
+    query: Tensor,
+    fresh: tuple[Tensor, Tensor],
+    *,
+    column_sums: Tensor | None = None,
+) -> Tensor:
+    """Compute attention by a plan of the backend, or by a `SparsePlan`."""
+    if isinstance(plan, SparsePlan):
+        return plan.attend(pages, math, query, fresh, column_sums=column_sums)
+    return backend.attend(plan, pages, math, query, fresh, column_sums=column_sums)
+
+
+def spread_sums(
+    sums: Float[Tensor, "row num_heads slot_read"],
+    columns: Int[Tensor, "row kv_head column"],
+    slots: NDArray[np.int32],
+    page_tokens: int,
+    width: int,
+) -> Float[Tensor, "row num_heads slot"]:
+    """Return column sums by slot of the lanes, 0 for slots that are not read.
+
+    Args:
+        sums: by slot of the pages that are read, one after the other.
+        columns: the pages that are read.
+        slots: [row, KV head] slots that are read.
+        page_tokens: slots of a page.
+        width: slots of the result.
+    """
+    slot = torch.arange(sums.shape[2], device=sums.device)
+    page = columns[:, :, (slot // page_tokens).clamp_max(columns.shape[2] - 1)]
+    live = slot < to_device(slots, sums.device)[:, :, None]
+    index = torch.where(live, page * page_tokens + slot % page_tokens, 0)
+    group = sums.shape[1] // columns.shape[1]
+    index, live = (x.repeat_interleave(group, dim=1) for x in (index, live))
+    found = sums.new_zeros(*sums.shape[:2], width)
+    return found.scatter_add_(2, index, sums.masked_fill(~live, 0))
+
+
+def _of_rows(pages: LayerPages, rows: Int[Tensor, " row"]) -> LayerPages:
+    return replace(pages, rows=pages.rows[rows])
+
+
+def _copied(pages: LayerPages, columns: Tensor, dtype: torch.dtype) -> LayerPages:
+    """Copy, or decode, the pages of each KV head to one-head pages of its own lane."""
+    heads, (rows, kv_heads, count) = pages.key.shape[1], columns.shape
+    kv_head = torch.arange(kv_heads, device=columns.device)
+    lane = (pages.first_lane + kv_head // heads)[None, :, None]
+    numbers = pages.table[pages.rows[:, None, None], lane, columns].clamp_min(0).long()
+    head = (kv_head % heads)[None, :, None]
+
+    def copied(plane: Tensor, coded: CodedPlanes | None) -> Tensor:
+        if coded is None:
+            found = plane[numbers, head]
+        else:
+            found = coded.codec.decode([of[numbers, head, None] for of in coded.planes])
+        return found.reshape(-1, 1, *found.shape[-2:]).to(dtype)
+
+    sides = (None, None) if pages.coded is None else (pages.coded.key, pages.coded.value)
+    table = torch.arange(numbers.numel(), dtype=torch.int32, device=columns.device)
+    return LayerPages(
+        key=copied(pages.key, sides[0]),
+        value=copied(pages.value, sides[1]),
+        table=table.view(rows, kv_heads, count),
+        rows=torch.arange(rows, device=columns.device),
+        first_lane=0,
+        num_lanes=kv_heads,
+    )
