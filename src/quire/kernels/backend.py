@@ -592,6 +592,16 @@ class ChainLayer(NamedTuple):
 
 
 @runtime_checkable
+class SparseBackend(Protocol):
+    """A backend that selects and reads pages itself; see `LaneSlots.sparse`."""
+
+    @property
+    def plans_sparse(self) -> bool:
+        """Whether its plans take lanes of which rows read only some pages."""
+        ...
+
+
+@runtime_checkable
 class ChainBackend(Protocol):
     """A backend whose calls can be part of a chain of C calls that runs all layers."""
 

@@ -36,6 +36,7 @@ from quire.kernels.backend import (
     AttentionMath,
     LaneSlots,
     LayerPages,
+    SparseBackend,
     StepShape,
 )
 from quire.kernels.coded import CodedPlanes
@@ -101,8 +102,9 @@ class SparsePlan:
         page_tokens: int,
         slot_bytes: int,
     ) -> object:
-        """Return the plan of the backend itself if no row is sparse."""
-        if lanes.sparse is None:
+        """Return the plan of the backend itself if no row is sparse, or if it reads pages apart."""
+        itself = isinstance(backend, SparseBackend) and backend.plans_sparse
+        if lanes.sparse is None or itself:
             return backend.plan(step, lanes, page_tokens, slot_bytes)
         is_sparse = lanes.sparse.pages.any(axis=1)
         rows, others = np.flatnonzero(is_sparse), np.flatnonzero(~is_sparse)

@@ -81,6 +81,18 @@ typedef struct {
     int32_t num_records, num_lanes, heads_per_page, page_tokens, width, unused;
 } ring_args;
 
+/* Rows that read only some pages of their lanes (sparse.h). SparseArgs in arguments.py mirrors this. */
+typedef struct {
+    const uint8_t *bounds;         /* plane: page n at n * page_bytes, in it [heads_per_page, 2, dim]: minima, maxima */
+    const int32_t *held;           /* [num_rows, num_lanes] live slots; `slots` counts those of the pages that are read */
+    const int32_t *counts;         /* [num_rows, num_lanes] pages that each KV head of a lane reads; 0: all */
+    const int32_t *sinks, *recent; /* [num_rows] first and last pages that are read in any case */
+    float *weights;                /* [num_rows, kv heads, 2, dim] factors of the bounds */
+    int32_t *scores;               /* [num_rows, kv heads, columns] columns: a multiple of 16 */
+    int32_t *picks;                /* [num_rows, kv heads, 2, picked] page numbers, and their columns of the table */
+    int32_t num_rows, columns, picked, dtype;
+} sparse_args;
+
 typedef struct {
     const uint8_t *key, *value; /* planes: page n at n * page_bytes */
     int64_t page_bytes;
@@ -117,6 +129,7 @@ typedef struct {
     int32_t path, coded; /* coded: pages store vectors as in the two codings, not as `dtype` */
     int32_t joined, unused; /* joined: the key of a slot is its value, followed by its stored key */
     coding key_coding, value_coding; /* also of plain pages */
+    const sparse_args *sparse; /* rows that read only some pages, or NULL */
 } attention_args;
 
 /* Reductions over the query heads of a KV head. */
@@ -154,10 +167,16 @@ typedef struct {
     int64_t first_record; /* of the KV head in its page; each plane has one record per slot */
 } lane;
 
+static inline const int32_t *table_of(const attention_args *a, int row, int number) {
+    return a->table + a->rows[row] * a->table_row_stride + (a->first_lane + number) * a->table_lane_stride;
+}
+
 static inline lane lane_of(const attention_args *a, int row, int kv_head) {
     int number = kv_head / a->heads_per_page;
+    const sparse_args *s = a->sparse;
+    int is_sparse = s && s->counts[row * a->num_lanes + number];
     lane l = {
-        a->table + a->rows[row] * a->table_row_stride + (a->first_lane + number) * a->table_lane_stride,
+        is_sparse ? s->picks + ((int64_t)row * num_kv_heads(a) + kv_head) * 2 * s->picked : table_of(a, row, number),
         a->slots[row * a->num_lanes + number],
         (int64_t)(kv_head % a->heads_per_page) * a->page_tokens,
     };

@@ -219,6 +219,25 @@ class RingArgs(ctypes.Structure):
     )
 
 
+class SparseArgs(ctypes.Structure):
+    """Mirror of `sparse_args` of args.h; its size is checked at load."""
+
+    _fields_ = (
+        ("bounds", ctypes.c_void_p),
+        ("held", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
+        ("recent", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("scores", ctypes.c_void_p),
+        ("picks", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int32),
+        ("columns", ctypes.c_int32),
+        ("picked", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+    )
+
+
 class AttentionArgs(ctypes.Structure):
     """Mirror of `attention_args`; its size is checked at load."""
 
@@ -280,6 +299,7 @@ class AttentionArgs(ctypes.Structure):
         ("unused", ctypes.c_int32),
         ("key_coding", CodingArgs),
         ("value_coding", CodingArgs),
+        ("sparse", ctypes.c_void_p),
     )
 
 

@@ -23,6 +23,7 @@
 
 #include "blocked.h"
 #include "move.h"
+#include "sparse.h"
 #include "tally.h"
 #include "walking.h"
 #include "write.h"
@@ -290,6 +291,27 @@ static int record(const attention_args *a, parallel_for run) {
     return 0;
 }
 
+/* Select the pages that sparse rows read. */
+static int select_pages(const attention_args *a, parallel_for run) {
+    const sparse_args *s = a->sparse;
+    int64_t blocks = (s->columns + BLOCK_PAGES - 1) / BLOCK_PAGES, lanes = (int64_t)s->num_rows * a->num_lanes;
+    parallel_function score = score_pages_plain, pick = pick_pages_plain;
+    void *context = (void *)a;
+#ifdef HAVE_X86
+    if (a->path == PATH_AVX2) score = score_pages_256, pick = pick_pages_256;
+    else if (a->path != PATH_PLAIN) score = score_pages_512, pick = pick_pages_512;
+#endif
+    weigh_queries(0, s->num_rows, context);
+    if (run != NULL)
+        return run(0, lanes * blocks, 1, score, context) ||
+               run(0, s->num_rows * (int64_t)num_kv_heads(a), 1, pick, context);
+    score(0, lanes * blocks, context);
+    pick(0, s->num_rows * (int64_t)num_kv_heads(a), context);
+    return 0;
+}
+
+int64_t quire_sparse_args_size(void) { return sizeof(sparse_args); }
+
 /* Compute attention; 0 on success. `run` is torch's parallel_for, or NULL for one thread. */
 int quire_attend(const attention_args *args, parallel_for run, int num_threads) {
     int heads = num_kv_heads(args);
@@ -298,6 +320,7 @@ int quire_attend(const attention_args *args, parallel_for run, int num_threads) 
     work then = {args, {args->merges, args->sums}, {args->num_merges, args->num_sums},
                  {heads, heads}, {do_merge, do_sums}, 1, 0};
     clear_sums(args);
+    if (args->sparse && select_pages(args, num_threads > 1 ? run : NULL)) return 1;
     return share_out(&first, run, num_threads) || share_out(&then, run, num_threads) || record(args, run);
 }
 

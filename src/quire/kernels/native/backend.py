@@ -55,6 +55,7 @@ from quire.kernels.native.call import (
     LastLayer,
     NativeCall,
     NativePlan,
+    NativeSparse,
     Ready,
     Scratch,
     SlotBiases,
@@ -73,6 +74,7 @@ from quire.kernels.native.call import move_lanes as move_lanes_in_c
 from quire.kernels.native.call import tally as tally_in_c
 from quire.kernels.native.chain import LayerAttention
 from quire.kernels.native.library import NativeLibrary
+from quire.kernels.sparse import SparsePlan, attend_planned, spread_sums
 
 _log = logging.getLogger(__name__)
 
@@ -131,10 +133,15 @@ class NativeAttention:
         tokens, starts = np.ascontiguousarray(step.tokens), np.ascontiguousarray(step.starts)
         return NativePlan(
             StepShape(tokens, starts, step.num_decode),
-            LaneSlots(np.ascontiguousarray(lanes.slots), lanes.window),
+            LaneSlots(np.ascontiguousarray(lanes.slots_read(page_tokens)), lanes.window),
             page_tokens,
             slot_bytes,
+            sparse=NativeSparse.of(lanes, page_tokens),
         )
+
+    @property
+    def plans_sparse(self) -> bool:
+        return self.fixed_rows is None
 
     def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
         """Write keys and values to their slots; see `AttentionBackend.write`."""
@@ -210,14 +217,41 @@ class NativeAttention:
         if ready.gathered is None:
             out = torch.empty(*query.shape[:2], dims_of(pages)[1], dtype=query.dtype)
         else:
-            out = self._gathered.attend(
-                ready.gathered, pages, math, query, fresh, column_sums=column_sums
+            out = attend_planned(
+                *(self._gathered, ready.gathered, pages, math, query, fresh),
+                column_sums=column_sums,
             )
         if ready.call is not None:
             out = out.contiguous()
             biases = None if math.alibi is None else self._slot_biases(plan, pages, math.alibi)
             ready.call.attend(pages, math, query, out, column_sums, self._scratch, biases)
+            if plan.sparse is not None and column_sums is not None:
+                self._spread_sums(plan, ready.call, pages, column_sums)
         return out
+
+    def _spread_sums(
+        self, plan: NativePlan, call: NativeCall, pages: LayerPages, column_sums: Tensor
+    ) -> None:
+        """Move the column sums of sparse rows from slots of the pages read to those of lanes."""
+        sparse, heads = plan.sparse, pages.key.shape[1]
+        assert sparse is not None, "see `attend`"
+        assert call.picks is not None, "see `attend`"
+        counts, columns = sparse.lanes.pages, call.picks[:, :, 1].astype(np.int64)
+        order = np.arange(max(sparse.columns, sparse.picked))
+        whole = np.zeros((*columns.shape[:2], len(order)), dtype=np.int64)
+        whole[:, :, : columns.shape[2]] = columns
+        dense = np.repeat(counts == 0, heads, axis=1)
+        whole[dense] = order
+        rows = np.flatnonzero(counts.any(axis=1))
+        slots = np.repeat(plan.lanes.slots[rows], heads, axis=1)
+        width, row = column_sums.shape[2], torch.from_numpy(rows)
+        column_sums[row] = spread_sums(
+            column_sums[row][:, :, : int(slots.max())],
+            torch.from_numpy(whole[rows]),
+            slots,
+            plan.page_tokens,
+            width,
+        )
 
     def _reads_expanded(
         self, plan: NativePlan, pages: LayerPages, math: AttentionMath, query: Tensor
@@ -312,7 +346,7 @@ class NativeAttention:
         num_heads, sums = heads.query.shape[1], None
         if records.tallies:
             fit = all(can_tally(*one, num_heads) for one in records.tallies)
-            if plan.token_row is not None or not fit:
+            if plan.token_row is not None or plan.sparse is not None or not fit:
                 return None
             longest = -(-int(plan.lanes.slots.max()) // WALK_ALIGNMENT) * WALK_ALIGNMENT
             sums = self._sums.sums(len(plan.step.tokens), num_heads, longest)  # as `advance` allows
@@ -333,9 +367,12 @@ class NativeAttention:
     def advance(self, plan: object, lanes: LaneSlots) -> bool:
         assert isinstance(plan, NativePlan), "a plan comes from this backend"
         decodes = plan.step.num_decode == len(plan.step.tokens) and plan.token_row is None
-        if not decodes or not are_cut_alike(plan.lanes.slots, lanes.slots):
+        slots, sparse = lanes.slots_read(plan.page_tokens), plan.sparse
+        if not decodes or not are_cut_alike(plan.lanes.slots, slots):
             return False
-        plan.lanes.slots[:] = lanes.slots
+        if lanes.sparse if sparse is None else not sparse.advance(lanes, plan.page_tokens):
+            return False
+        plan.lanes.slots[:] = slots
         return True
 
     def _make_ready(
@@ -361,11 +398,14 @@ class NativeAttention:
         if unfit:
             if unfit != EXPANDED:  # which is chosen where it takes less time
                 self._notice(unfit)
-            whole = self._gathered.plan(plan.step, plan.lanes, plan.page_tokens, plan.slot_bytes)
-            return Ready(None, whole)
+            lanes = plan.lanes
+            if plan.sparse is not None:
+                lanes = LaneSlots(plan.sparse.held, lanes.window, plan.sparse.lanes)
+            shape = plan.step, lanes, plan.page_tokens, plan.slot_bytes
+            return Ready(None, SparsePlan.of(self._gathered, *shape))
         parts = cut(plan.step, plan.lanes, group=group, block_queries=blocks, joined=math.joined)
         step, lanes = plan.step, plan.lanes
-        call = NativeCall(library, step, lanes, parts, pages, query, column_sums)
+        call = NativeCall(library, step, lanes, parts, pages, query, column_sums, plan.sparse)
         return Ready(call, gathered_chunks(plan, parts.others) if len(parts.others) else None)
 
     def _notice(self, reason: str) -> None:

@@ -33,6 +33,7 @@ from quire.kernels.backend import (
     NewSlots,
     SelectedSlots,
     SlotRanking,
+    SparseLanes,
     StatisticRows,
     StepShape,
     StoredQueries,
@@ -58,6 +59,7 @@ from quire.kernels.native.arguments import (
     MovedPlane,
     RingArgs,
     ScoreArgs,
+    SparseArgs,
     TallyArgs,
     WriteArgs,
     coding_of,
@@ -71,6 +73,8 @@ from quire.layout.statistics import MAX, REDUCTIONS
 WALK_QUERIES = 16  # query vectors of a (row, KV head) up to which they walk over the pages
 WALK_TOKENS = 16  # new tokens up to which rows walk, if the library has no blocks
 TILE = 16  # slots of a tile in walk.h
+SCORE_PADDING = 16  # columns of scores are a multiple of this: ORDER_PADDING of sparse.h
+SPARE_PAGES = 4  # room for pages that later steps read
 WALK_SLOTS = 512  # least slots of a walk if a row is split
 WALK_ALIGNMENT = 64  # slots that are processed together
 PAD_SLOTS = 64  # biases after a lane's last slot, which vector instructions read
@@ -267,9 +271,14 @@ class NativeCall:
         pages: pages of any layer.
         query: query of any layer.
         column_sums: column sums of any layer, or None.
+        sparse: rows that read only some pages; None: all read all.
+
+    Attributes:
+        picks: [rows, KV heads, 2, pages] page numbers that sparse rows read in the last layer, and
+            their columns of the page table.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what the layers of a step share
         self,
         library: NativeLibrary,
         step: StepShape,
@@ -278,6 +287,7 @@ class NativeCall:
         pages: LayerPages,
         query: Tensor,
         column_sums: Tensor | None,
+        sparse: "NativeSparse | None" = None,
     ) -> None:
         self._library, self._parts, self._sums = library, parts, column_sums
         self._attended: LayerPages | None = None
@@ -290,6 +300,7 @@ class NativeCall:
         few = parts.work * slot_bytes < SERIAL_BYTES
         self._num_threads = 1 if few else torch.get_num_threads()
         together = heads_together(heads_per_page, parts, self._num_threads)
+        together = 1 if sparse is not None else together  # each head reads pages of its own
         sums_stride = 0 if column_sums is None else column_sums.stride(1)
         self._thread_bytes = library.scratch_bytes(head_dim, value_dim, sums_stride, together)
         self._partials_bytes = 4 * parts.num_partials * num_heads * (value_dim + 2)
@@ -328,6 +339,30 @@ class NativeCall:
             joined=parts.joined,
         )
         self._args.key_coding, self._args.value_coding = codings_of(pages)
+        self._sparse: object = None
+        self.picks: NDArray[np.int32] | None = None
+        if sparse is not None:
+            assert pages.bounds is not None, "only such pages are selected"
+            kv_heads, rows = pages.num_lanes * heads_per_page, len(sparse.held)
+            weights = np.empty((rows, kv_heads, 2 * dims_of(pages)[0]), dtype=np.float32)
+            scores = np.empty((rows, kv_heads, sparse.columns), dtype=np.int32)
+            self.picks = np.zeros((rows, kv_heads, 2, sparse.picked), dtype=np.int32)
+            own = SparseArgs(
+                bounds=pages.bounds.data_ptr(),
+                held=sparse.held.ctypes.data,
+                counts=sparse.lanes.pages.ctypes.data,
+                sinks=sparse.lanes.sinks.ctypes.data,
+                recent=sparse.lanes.recent.ctypes.data,
+                weights=weights.ctypes.data,
+                scores=scores.ctypes.data,
+                picks=self.picks.ctypes.data,
+                num_rows=rows,
+                columns=sparse.columns,
+                picked=sparse.picked,
+                dtype=DTYPES[pages.bounds.dtype],
+            )
+            self._sparse = own, sparse, weights, scores
+            self._args.sparse = ctypes.addressof(own)
 
     def attend(
         self,
@@ -491,6 +526,49 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class NativeSparse:
+    """Rows of a plan that read only some pages of their lanes.
+
+    Attributes:
+        lanes: pages that they read.
+        held: [rows, lanes] live slots.
+        columns: most pages of a lane, with room for those of later steps.
+        picked: most pages that are read, with room likewise.
+    """
+
+    lanes: SparseLanes
+    held: NDArray[np.int32]
+    columns: int
+    picked: int
+
+    @classmethod
+    def of(cls, lanes: LaneSlots, page_tokens: int) -> "NativeSparse | None":
+        """Copy the arrays, which change with later steps."""
+        if lanes.sparse is None:
+            return None
+        own = SparseLanes(lanes.sparse.pages.copy(), *(_kept(lanes.sparse)))
+        pages = -(-int(lanes.slots.max()) // page_tokens)
+        columns = -(-pages // SCORE_PADDING) * SCORE_PADDING + SCORE_PADDING
+        return cls(own, lanes.slots.copy(), columns, int(own.pages.max()) + SPARE_PAGES)
+
+    def advance(self, lanes: LaneSlots, page_tokens: int) -> bool:
+        """Change the arrays to those of a later step, if the same lanes read only some pages."""
+        new = lanes.sparse
+        if new is None or ((new.pages > 0) != (self.lanes.pages > 0)).any():
+            return False
+        columns = -(-int(lanes.slots.max()) // page_tokens)
+        if columns > self.columns or int(new.pages.max()) > self.picked:
+            return False
+        self.held[:], self.lanes.pages[:] = lanes.slots, new.pages
+        self.lanes.sinks[:], self.lanes.recent[:] = _kept(new)
+        return True
+
+
+def _kept(lanes: SparseLanes) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    return lanes.sinks.copy(), lanes.recent.copy()
+
+
+@dataclass(frozen=True, slots=True)
 class NativePlan:
     """A step for layers with the same page class, the same table and equal lane lengths.
 
@@ -500,6 +578,7 @@ class NativePlan:
         slot_bytes: bytes of a slot.
         token_row: [tokens] row of each token, if every token is computed as a separate row; None if
             the tokens of a row are computed together.
+        sparse: rows that read only some pages; `lanes` has the slots of these pages.
         ready: prepared attention by properties of a layer's tensors.
         last: the properties and prepared attention of the last layer, or nothing.
     """
@@ -509,6 +588,7 @@ class NativePlan:
     page_tokens: int
     slot_bytes: int
     token_row: Tensor | None = None
+    sparse: "NativeSparse | None" = None
     ready: dict[tuple[object, ...], Ready] = field(default_factory=dict)
     last: "list[LastLayer]" = field(default_factory=list)
 

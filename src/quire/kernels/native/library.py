@@ -49,6 +49,7 @@ from quire.kernels.native.arguments import (
     ScoreArgs,
     SignArgs,
     SpaceArgs,
+    SparseArgs,
     TallyArgs,
     WriteArgs,
 )
@@ -188,6 +189,7 @@ _SIZES = {
     "lane_move_args": LaneMoveArgs,
     "tally_args": TallyArgs,
     "ring_args": RingArgs,
+    "sparse_args": SparseArgs,
     "score_args": ScoreArgs,
     "linear_args": LinearArgs,
     "norm_args": NormArgs,
