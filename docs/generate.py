@@ -279,7 +279,7 @@ def page_of(name: str) -> str:
 def composition() -> str:
     """Which features work together, by the committed results."""
     made = page_of("composition_page")
-    others = limits("offload", "ranks", "scheduling", "batch invariance")
+    others = limits("offload", "ranks", "scheduling", "batch invariance", "sparse attention")
     return (
         f"{made}\n## Limits\n\n"
         "Reasons of refusals. Those of [eviction](eviction.md#refused-combinations) and\n"

@@ -33,6 +33,7 @@ class GenerationRequest:
         tenant: the tenant that is charged, see `ScheduleConfig.tenants`.
         cache_salt: only requests of the same tenant and salt share cached prefixes.
         evict: eviction policy, such as "h2o:cap=512"; default: `KVConfig.evict`.
+        sparse: sparse attention, such as "quest:budget=10%", or off; default: `KVConfig.sparse`.
         record_evictions: record which tokens are evicted; default: `KVConfig.record_evictions`.
         limit_max_tokens: lower `max_tokens` to what fits into the context, the KV memory and the
             limit of the tenant; `Usage.max_tokens_limit` names the cause. None: lower it to the
@@ -50,6 +51,7 @@ class GenerationRequest:
     tenant: str = DEFAULT_TENANT
     cache_salt: str = ""
     evict: str | None = None
+    sparse: str | None = None
     record_evictions: bool | None = None
     limit_max_tokens: bool | None = None
     metadata: Mapping[str, str] | None = None
@@ -73,6 +75,7 @@ class RequestOptions(TypedDict, total=False):
     tenant: str
     cache_salt: str
     evict: str | None
+    sparse: str | None
     record_evictions: bool | None
     limit_max_tokens: bool | None
     metadata: Mapping[str, str] | None
@@ -87,6 +90,7 @@ class OptionsOfMany(TypedDict, total=False):
     tenant: str | Sequence[str]
     cache_salt: str | Sequence[str]
     evict: str | Sequence[str | None] | None
+    sparse: str | Sequence[str | None] | None
     record_evictions: bool | Sequence[bool | None] | None
     limit_max_tokens: bool | Sequence[bool | None] | None
     metadata: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None
@@ -99,6 +103,7 @@ OPTION_KINDS: Mapping[str, tuple[type, ...]] = {
     "tenant": (str,),
     "cache_salt": (str,),
     "evict": (str, type(None)),
+    "sparse": (str, type(None)),
     "record_evictions": (bool, type(None)),
     "limit_max_tokens": (bool, type(None)),
     "metadata": (Mapping, type(None)),
@@ -115,6 +120,7 @@ _NAMES = {
     bool: "true or false",
     Mapping: "a dictionary",
 }
+_EXAMPLES = {"evict": " such as 'h2o:cap=512'", "sparse": " such as 'quest:budget=10%'"}
 _MAX_PAIRS, _MAX_NAME, _MAX_VALUE = 16, 64, 512  # metadata: pairs, characters, characters
 
 
@@ -133,7 +139,7 @@ def checked_option(name: str, value: object) -> object:
         return _checked_metadata(value)
     if isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)):
         return float(value) if Real in kinds and isinstance(value, int) else value
-    expected = _NAMES[kinds[0]] + (" such as 'h2o:cap=512'" if name == "evict" else "")
+    expected = _NAMES[kinds[0]] + _EXAMPLES.get(name, "")
     raise RequestError(f"expected {name} to be {expected}, got {value!r}", param=name)
 
 

@@ -15,13 +15,16 @@ from quire.layout.options import (
     Size,
     check_options,
     option,
+    parse_named,
 )
 from quire.layout.sizes import parse_fraction, parse_size, parse_size_or
+from quire.layout.sparse import parse_sparse
 
 AttentionName = Literal["auto", "native", "triton", "gathered", "reference"]
 
 EVICTION = "Eviction"
 QUANTIZATION = "Quantization"
+SPARSE = "Sparse attention"
 
 MAX_TIMEOUT_S = 60.0
 RemoteOption = Parsed[str | StoreURL | None, StoreURL | None]
@@ -310,6 +313,13 @@ class KVConfig:
         group=EVICTION,
     )
     policy_file: str = policy_file_option()
+    sparse: str = option(
+        "off",
+        help="default sparse attention of requests: the pages that a decode step reads, such as "
+        "quest:budget=10% or quest:pages=32,recent=4,sinks=1,dense_layers=2; off: all pages. Only "
+        "an engine with a rule stores the bounds of keys that requests with other rules need",
+        group=SPARSE,
+    )
     record_evictions: bool = option(
         False,
         help="record which tokens were evicted from each request, for analysis",
@@ -338,6 +348,7 @@ class KVConfig:
             raise ConfigError(
                 f"expected page_tokens (--block-size) from 1 to 1024, got {self.page_tokens}"
             )
+        parse_named(parse_sparse, "sparse", self.sparse)
         if not self.scratch:
             raise ConfigError(
                 "expected --scratch above 0, got 0: attention gathers at least one sequence's "

@@ -17,6 +17,7 @@ from quire.eviction.eviction_rules import check_chunk_size
 from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import statistics_used
 from quire.layout.model import ModelSpec
+from quire.layout.sparse import SparseSpec, parse_sparse
 from quire.models.base import HiddenStates
 from quire.models.loader import LoadedModel
 from quire.policies.base import LAYER
@@ -57,6 +58,7 @@ class InputProcessor:
         self._model, self._pool, self._rules = model, pool, pool.rules
         self._schedule, self._clock, self._held_tokens = schedule, clock, held_tokens
         self._records_evictions = kv.record_evictions
+        self._sparse = parse_sparse(kv.sparse)
         self._specs: dict[EvictionSpec, EvictionSpec] = {}
         self.grammars = GrammarCompiler(
             model.tokenizer, model.spec.vocab_size, model.generation.eos_token_ids
@@ -94,6 +96,7 @@ class InputProcessor:
             tenant=requested.tenant,
             cache_salt=checked_salt(requested.cache_salt),
             evict=policy.text,
+            sparse=self._sparse_of(requested.sparse),
             records_evictions=self._records_evictions if records is None else records,
             max_tokens_limit=CONTEXT if params.max_tokens < resolved.max_tokens else "",
             scoring_token_ids=policy.scoring_token_ids,
@@ -104,6 +107,21 @@ class InputProcessor:
 
     def context_tokens(self, prompt_tokens: int, evict: str | None = None) -> int:
         return self._rules.context_tokens(self._rules.rule(evict), prompt_tokens)
+
+    def _sparse_of(self, text: str | None) -> SparseSpec | None:
+        if text is None:
+            return self._sparse
+        try:
+            spec = parse_sparse(text)
+        except ConfigError as error:
+            raise RequestError(f"sparse: {error}", param="sparse") from error
+        if spec is not None and self._sparse is None:
+            raise RequestError(
+                f"sparse: {text!r} needs the bounds of keys, which this engine does not store; "
+                "start it with --sparse and a rule, or leave out sparse",
+                param="sparse",
+            )
+        return spec
 
     def _policy(self, rule: EvictionRule, prompt: list[int], final_tokens: int) -> "_Policy":
         """Resolve the eviction rule of a request."""

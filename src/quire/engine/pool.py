@@ -34,7 +34,9 @@ from quire.layout import limits
 from quire.layout.kv_format import read_format
 from quire.layout.layout import added_statistics, layout_for
 from quire.layout.pages import CacheLayout
+from quire.layout.sparse import parse_sparse
 from quire.layout.statistics import Statistic
+from quire.models.base import attention_math
 from quire.models.loader import LoadedModel
 from quire.offload.host_side import host_bytes_of, stream_bytes_of
 from quire.offload.kv.build import KVOffloadComponents, OffloadChoice, build_kv_offload
@@ -180,6 +182,9 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
     if schedule.batch_invariant:
         prepare_batch_invariant(model, config, stored_as.codec)
     rules = _make_rules(model, config, schedule, stored_as.codec)
+    sparse = parse_sparse(config.sparse)
+    if sparse is not None:
+        _refuse_sparse(model, config, schedule, stored_as.codec, rules)
     longest = rules.resolve_default(model.spec.max_positions)
     layout = layout_for(
         model.spec,
@@ -189,6 +194,7 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
         heads_apart=rules.heads_apart,
         rotated=not rules.rerotates_keys,
         statistics=rules.statistics,
+        bounds=sparse is not None,
     )
     layout = rules.fitted(layout)
     check_pre_rope(rules, model.decoder.prepare_pre_rope)
@@ -206,6 +212,32 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
     if rules.mixes and rules.why_no_pre_rope is None:
         pre_rope = PreRopeAttention(model.decoder.device, scratch_bytes=config.scratch)
     return _PoolPlan(stored_as, rules, longest, layout, backend, choice.reason, pre_rope)
+
+
+def _refuse_sparse(
+    model: LoadedModel,
+    config: KVConfig,
+    schedule: ScheduleConfig,
+    codec: str,
+    rules: EvictionRules,
+) -> None:
+    """Refuse what sparse attention cannot be combined with."""
+    form, device = read_format(codec), model.decoder.device
+    for is_limited, limit in (
+        (device.type != "cpu", limits.SPARSE_DEVICE),
+        (config.attention == "triton", limits.SPARSE_DEVICE),
+        (schedule.batch_invariant, limits.SPARSE_INVARIANT),
+        (bool(config.offload.kv_memory), limits.SPARSE_OFFLOAD),
+        (bool(form.sinks or form.recent(config.page_tokens)), limits.SPARSE_FULL_PRECISION),
+        (form.promoted is not None, limits.SPARSE_FULL_PRECISION),
+        (bool(form.key.constants), limits.SPARSE_CALIBRATED),
+        (rules.rerotates_keys or rules.mixes, limits.SPARSE_PRE_ROPE),
+        (model.spec.latent is not None, limits.SPARSE_LATENT),
+        (any(math.alibi for math in attention_math(model.decoder)), limits.SPARSE_ALIBI),
+        (not any(layer.stores_all for layer in model.spec.layers), limits.SPARSE_WINDOWS),
+    ):
+        if is_limited:
+            raise limits.refused(limit, codec=config.codec, device=device)
 
 
 def _make_rules(

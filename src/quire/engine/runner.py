@@ -425,6 +425,7 @@ class Runner:
             part,
             pre_rope=pre_rope,
             scoring=None if rows[0].scored is None else Scoring(begins=rows[0].begins),
+            sparse=[row.request.spec.sparse if _decodes_output(row) else None for row in rows],
             last=LastStep() if prefill is not None or rows[0].scored else self._last,
         )
         pooled = list(_pooled_rows(rows))
@@ -491,6 +492,12 @@ def in_batches(
         if key is not None:
             of_key[key] = batches[-1]
     return batches
+
+
+def _decodes_output(row: RowPart) -> bool:
+    """Whether the row computes one token of the output, not of the prompt."""
+    computed = row.request.progress.num_computed + row.done
+    return row.tokens == 1 and row.scored is None and computed >= len(row.request.prompt_token_ids)
 
 
 def _only_decodes(row: RowPart) -> bool:

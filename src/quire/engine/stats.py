@@ -61,6 +61,8 @@ class EngineStats:
         activation_bytes: activation checkpoints in CPU memory, to recompute offloaded KV from.
         recomputed_tokens, cpu_attended_tokens: offloaded tokens whose KV was recomputed, and
             offloaded tokens attended to on the CPU; each layer counts separately.
+        sparse_pages_read, sparse_pages_held: pages of KV heads that decode steps of requests with
+            sparse attention have read, and those that dense attention would have read.
         num_swaps: sequences swapped out, including partial swaps.
         queried_tokens, cached_tokens: tokens of admitted requests looked up in the prefix cache,
             and those found there.
@@ -98,6 +100,8 @@ class EngineStats:
     activation_bytes: int
     recomputed_tokens: int
     cpu_attended_tokens: int
+    sparse_pages_read: int
+    sparse_pages_held: int
     num_swaps: int
     queried_tokens: int
     cached_tokens: int
@@ -210,6 +214,8 @@ def stats_of(  # noqa: PLR0913 - one parameter per count
         **scheduler_numbers(scheduler),
         **(NO_OFFLOAD if pool.offload is None else pool.offload.totals()),
         scratch_peak_bytes=pool.kv.peak_scratch_bytes,
+        sparse_pages_read=pool.kv.page_reads.read,
+        sparse_pages_held=pool.kv.page_reads.held,
         num_steps=num_steps,
         num_processed_tokens=num_processed_tokens,
         num_generated_tokens=num_generated_tokens,

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,13 +21,27 @@ from quire.kv.token_precision import full_precision_buffers, promoted_buffers
 from quire.layout.pages import INDEX, KEY, NUMBERS, CacheLayout, LaneGroup, PageClass
 
 
+@dataclass(slots=True)
+class PageReads:
+    """Pages of KV heads in the decode steps of requests with sparse attention, all layers.
+
+    Attributes:
+        read: pages that attention has read.
+        held: pages that it would have read without sparse attention.
+    """
+
+    read: int = 0
+    held: int = 0
+
+
 class PagedKV:
     """The device side of a `KVMemory`: page bytes, page tables as tensors, the place of each layer.
 
     The place of a layer without lanes is that of the layer whose lanes it reads; `readers` numbers
     the layers that read the same lanes, the owner first.
 
-    Nothing here changes with a step: what a step leaves for the next is its caller's `LastStep`.
+    Nothing here but `page_reads` changes with a step: what a step leaves for the next is its
+    caller's `LastStep`.
 
     Args:
         memory: bookkeeping; its store is `store`.
@@ -84,7 +99,7 @@ class PagedKV:
         self.statistics = self._statistics()
         self.full_precision = full_precision_buffers(memory, store, self.tables)
         self.promoted = promoted_buffers(memory, store, self.tables)
-        self.sums_scratch = SumsScratch(store.device)
+        self.sums_scratch, self.page_reads = SumsScratch(store.device), PageReads()
         self.offload = offload
 
     def add_groups(self, groups: Sequence[LaneGroup]) -> None:

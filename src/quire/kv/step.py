@@ -463,7 +463,18 @@ class StepAttention:
                 own = np.ascontiguousarray(by_layer[:, layer])
                 found[key] = LaneSlots(own, group.window, self._sparse_lanes(group, own, dense))
             lanes.append(found[key])
+        if self._sparse and group.page_class.has_bounds:
+            self._count_pages(group, lanes)
         return lanes
+
+    def _count_pages(self, group: LaneGroup, lanes: Sequence[LaneSlots]) -> None:
+        rows = np.array([one is not None for one in self._sparse])
+        heads, reads = group.page_class.heads * group.readers, self._kv.page_reads
+        for one in lanes:
+            held = -(-one.slots[rows] // group.page_class.tokens)
+            pages = held if one.sparse is None else one.sparse.pages[rows]
+            reads.held += heads * int(held.sum())
+            reads.read += heads * int(np.where(pages > 0, pages, held).sum())
 
     def _sparse_lanes(
         self, group: LaneGroup, slots: NDArray[np.int32], dense: NDArray[np.bool_]

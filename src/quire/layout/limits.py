@@ -412,6 +412,59 @@ INVARIANT_PRESSURE = _invariant(
     instead="use another when=" + _OR_NOT,
 )
 
+# ---- sparse attention ----------------------------------------------------------------------------
+
+_sparse = partial(Limit, area="sparse attention", one="`--sparse`", subject="--sparse: ")
+_OR_DENSE = ", or leave out --sparse"
+SPARSE_DEVICE = _sparse(
+    other="a device other than the CPU, and `--attention triton`",
+    reason="only the backends native, gathered and reference on a CPU select pages",
+    instead="use --device cpu and --attention auto" + _OR_DENSE,
+)
+SPARSE_INVARIANT = _sparse(
+    other="`--batch-invariant`",
+    reason="a token that is computed again in a chunk reads all pages, and as an output only some",
+    instead="leave out --batch-invariant or --sparse",
+)
+SPARSE_OFFLOAD = _sparse(
+    other="`--kv-offload-memory`",
+    reason="offloaded layers are prefetched as a whole before pages are selected",
+    instead="use --evict or a codec such as int8 to hold more tokens" + _OR_DENSE,
+)
+SPARSE_FULL_PRECISION = _sparse(
+    other="a codec with full-precision or promoted tokens (`sinks`, `residual`, `promoted`, codecs "
+    "of whole pages)",
+    reason="the KV codec {codec} has tokens that attention reads in another precision than the "
+    "bounds of their pages",
+    instead="use a codec without them, such as int8 or int4" + _OR_DENSE,
+)
+SPARSE_CALIBRATED = _sparse(
+    other="calibrated codecs of keys (`int8_channel`, `kvquant4`, `kvquant3`, `equalise=1`)",
+    reason="bounds are computed without the measured constants of the KV codec {codec}",
+    instead="use int8 or int4 for keys; values may have a calibrated codec",
+)
+SPARSE_PRE_ROPE = _sparse(
+    other="`streaming`",
+    reason="bounds are those of keys after RoPE, and streaming stores keys before it",
+    instead="use 'sinks', which retains the same tokens at their original positions",
+)
+SPARSE_LATENT = _sparse(
+    other="a model with latent attention (MLA)",
+    reason="pages hold latents, whose bounds are not those of keys",
+    instead="leave out --sparse",
+)
+SPARSE_ALIBI = _sparse(
+    other="a model with ALiBi",
+    reason="the biases of positions are not part of the bounds of keys",
+    instead="leave out --sparse",
+)
+SPARSE_WINDOWS = _sparse(
+    other="a model without layers of full attention",
+    reason="every layer of the model has a sliding window, chunks or a state, and reads few pages "
+    "already",
+    instead="leave out --sparse",
+)
+
 LIMITS = tuple(value for value in tuple(vars().values()) if isinstance(value, Limit))
 """All limits, in the order above."""
 

@@ -28,6 +28,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.prefix import BlockChain, PrefixLease, PrefixNode
 from quire.kv.swap import Swapped
 from quire.layout.eviction import KEEP_ALL, PRESSURE, UNLIMITED, EvictionSpec
+from quire.layout.sparse import SparseSpec
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.tenancy.fair_queue import Order
@@ -89,6 +90,7 @@ class RequestSpec:
         tenant: the tenant that is charged.
         cache_salt: client's salt in the identity of its cached prefixes.
         evict: its eviction policy as text.
+        sparse: pages that its decode steps read; None: all.
         records_evictions: whether the eviction trace is requested.
         max_tokens_limit: why `params.max_tokens` is less than requested: `CONTEXT`, `KV_MEMORY` or
             `TENANT`; "": it is not.
@@ -108,6 +110,7 @@ class RequestSpec:
     tenant: str = DEFAULT_TENANT
     cache_salt: str = ""
     evict: str = "full"
+    sparse: SparseSpec | None = None
     records_evictions: bool = False
     max_tokens_limit: str = ""
     scoring_token_ids: tuple[list[int], ...] = ()
@@ -387,9 +390,12 @@ class Request:
 
     @property
     def exact_tokens(self) -> int:
-        """Number of tokens computed before its first eviction; these it can share."""
+        """Tokens computed by attention to all tokens before them; these it can share.
+
+        Sparse attention computes the output tokens only.
+        """
         exact = self.eviction.spec.exact_tokens(len(self.prompt_token_ids))
-        if self.eviction.pending:
+        if self.eviction.pending or self.spec.sparse is not None:
             exact = min(exact, len(self.prompt_token_ids))
         return min(exact, self.eviction.trace[0].num_computed) if self.eviction.trace else exact
 

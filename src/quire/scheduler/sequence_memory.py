@@ -314,7 +314,9 @@ class SequenceMemory:
         lease = request.memory.lease
         assert self.prefix is not None
         offloaded = lease is not None and self._is_offloaded(request.memory.row, lease.tokens)
-        if lease is not None and lease.publishes and not offloaded:
+        if request.spec.sparse is not None:
+            length = min(length, request.exact_tokens)
+        if lease is not None and lease.publishes and not offloaded and length > lease.tokens:
             self.prefix.publish(lease, request.memory.row, request.token_ids(lease.tokens, length))
 
     def snapshot(self, request: Request) -> None:

@@ -143,6 +143,7 @@ class PromptBody(Body):
     deadline_s: float | None = None
     cache_salt: str | None = None
     evict: str | None = None
+    sparse: str | None = None
     kv_budget: int | float | str | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
 

@@ -127,6 +127,10 @@ METRICS: tuple[Metric, ...] = (
         "tier",
     ),
     _counter("prefix_tier_outages", "How often a tier for cached prefixes failed", "tier"),
+    _counter("sparse_pages_read", "Pages of KV heads that sparse attention has read"),
+    _counter(
+        "sparse_pages_held", "Pages of KV heads that these steps would have read without sparse"
+    ),
     _counter("offload_recomputed_tokens", "Offloaded tokens whose KV was recomputed, per layer"),
     _counter("offload_cpu_attended_tokens", "Offloaded tokens attended to on the CPU, per layer"),
     _counter("weight_transfer_bytes", "Weights transferred to the device"),
