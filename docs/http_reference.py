@@ -44,6 +44,8 @@ MEANINGS = {
     "else 0.2 with `top_p` 0.9",
     "evict": "eviction policy, such as `h2o:cap=512`, of those that `--evict-allow` lists. "
     "Default: that of `--evict`",
+    "sparse": "sparse attention, such as `quest:budget=10%`, or `off`; rules need a server with "
+    "`--sparse`. Default: that of `--sparse`",
     "kv_budget": "cap of the request's eviction rule: tokens of a lane, a fraction of the prompt "
     'such as `0.25` or `"25%"`, or bytes such as `"2MiB"`',
     "bad_words": "texts that must not be generated, at the start of the output or after a space; "

@@ -229,6 +229,13 @@ OF_VALUES = {
 """Tried where constants of keys cannot be used: the codec for values."""
 
 
+SPARSE = "quest:pages=4,recent=2,dense_layers=0"
+
+
+def _read_less(ran: Ran) -> bool:
+    return ran.stats.sparse_pages_read < ran.stats.sparse_pages_held
+
+
 def _codec_forms(name: str) -> dict[str, tuple[str, ...]]:
     return {"codec": (name, OF_VALUES[name])} if name in OF_VALUES else {}
 
@@ -254,6 +261,10 @@ OF_STORING = (
             *(setting(codec=name, vary=_codec_forms(name)), _coded, "codec"),
         )
         for name in CODECS
+    ),
+    Feature(
+        *("sparse attention", "attention", f"`--sparse {SPARSE}`"),
+        *(setting(kv={"sparse": SPARSE}), _read_less),
     ),
     Feature(
         *("full-precision tokens", "codec", "`--kv-codec int8+sinks=2+residual=8`"),

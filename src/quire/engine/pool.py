@@ -260,6 +260,7 @@ def _make_rules(
             codec=codec,
             provided=provided,
             ranks=model.group.size,
+            bounds=parse_sparse(config.sparse) is not None,
         ),
     )
     if schedule.batch_invariant:

@@ -167,6 +167,33 @@ def in_parts(
     return batches
 
 
+def outputs_apart(batches: list[list[RowPart]]) -> list[list[RowPart]]:
+    """Split chunks with output tokens of requests with sparse attention, which are recomputed.
+
+    Each such token is a row of its own in a batch after that of its chunk, and reads the pages that
+    it has read as an output.
+    """
+    found: list[list[RowPart]] = []
+    for batch in batches:
+        own, singles = list[RowPart](), list[list[RowPart]]()
+        for row in batch:
+            before = row.request.progress.num_computed + row.done
+            head = max(0, min(row.tokens, len(row.request.prompt_token_ids) - before))
+            if row.request.spec.sparse is None or row.tokens == 1 or head == row.tokens:
+                own.append(row)
+                continue
+            if head:
+                own.append(replace(row, tokens=head, later=row.later + row.tokens - head))
+            for number in range(head, row.tokens):
+                if number - head == len(singles):
+                    singles.append([])
+                later = row.later + row.tokens - number - 1
+                one = replace(row, done=row.done + number, tokens=1, later=later)
+                singles[number - head].append(one)
+        found += [batch for batch in (own, *singles) if batch]
+    return found
+
+
 def scoring_parts(
     request: Request, tokens: int, slots: int, batch_tokens: int
 ) -> Iterator[list[RowPart]]:
@@ -330,13 +357,16 @@ class Runner:
             found = self._replay(self._graphs, parts, variant, pending)
             if found is not None:
                 return found
+        whole = len(parts)
+        parts = outputs_apart(parts)
         count = min(len(parts), MAX_BATCHES)
         prepared = [
             self._prepare(part, StepPart(n, count), InputTokens(pending))
             for n, part in enumerate(parts)
         ]
         self._times.prepare_s += time.perf_counter() - started_s
-        most = MAX_BATCHES if self._fixed_rows is None or self._step.shares_layers else 1
+        is_split = self._fixed_rows is not None or len(parts) > whole
+        most = 1 if is_split and not self._step.shares_layers else MAX_BATCHES
         results: list[StepLogits | StepHidden] = []
         for start in range(0, len(prepared), most):
             together = prepared[start : start + most]
@@ -348,7 +378,7 @@ class Runner:
             slots = plan.scoring.get(request)
             for scored in scoring_parts(request, tokens, slots, most) if slots else ():
                 self._forward([self._prepare(scored, WHOLE_STEP, InputTokens(None)).batch], variant)
-        return results if self._fixed_rows is None else joined(results)
+        return joined(results) if is_split else results
 
     def _replay(
         self,

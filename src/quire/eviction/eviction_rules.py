@@ -262,6 +262,7 @@ class EvictionRules:
         codec: how keys and values are stored.
         provided: what the model provides to rules.
         ranks: number of ranks that share the model; `model` is the part of one of them.
+        bounds: whether pages have bounds of their keys.
 
     Attributes:
         default: rule of requests that name none.
@@ -275,7 +276,7 @@ class EvictionRules:
             pages, or that the codec excludes.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what rules depend on
         self,
         default: str,
         allow: str,
@@ -285,8 +286,9 @@ class EvictionRules:
         codec: str,
         provided: Provided = Provided(),
         ranks: int = 1,
+        bounds: bool = False,
     ) -> None:
-        self.default = make_eviction(default)
+        self.default, self._bounds = make_eviction(default), bounds
         self.model, self._page_tokens, self._codec = model, page_tokens, codec
         self._ranks = ranks
         self._provided, self.why_no_pre_rope = provided, provided.why_no_pre_rope
@@ -452,6 +454,7 @@ class EvictionRules:
             evicting=True,
             heads_apart=self.heads_apart,
             statistics=statistics,
+            bounds=self._bounds,
         )
         page_bytes, fixed_bytes = page_and_fixed_bytes(self.fitted(layout))
         return LaneShape(

@@ -195,7 +195,7 @@ def write_bounds(slots: NewSlots) -> None:
     """Compute the bounds of the pages to which the new tokens were written."""
     if slots.bounds is None:
         return
-    pages, place = slots.pages.reshape(-1).unique(return_inverse=True)
+    pages, place = torch.unique(slots.pages.reshape(-1), return_inverse=True)
     newest = torch.zeros_like(pages).scatter_reduce_(
         0, place, slots.offsets.reshape(-1), "amax", include_self=True
     )

@@ -423,7 +423,8 @@ SPARSE_DEVICE = _sparse(
 )
 SPARSE_INVARIANT = _sparse(
     other="`--batch-invariant`",
-    reason="a token that is computed again in a chunk reads all pages, and as an output only some",
+    reason="every token is computed in a row of its own, and pages are selected for tokens of the "
+    "output only",
     instead="leave out --batch-invariant or --sparse",
 )
 SPARSE_OFFLOAD = _sparse(

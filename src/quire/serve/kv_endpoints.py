@@ -50,6 +50,7 @@ from quire.layout.codec_names import CODECS, PAIRS
 from quire.layout.kv_format import read_format, stored_codec
 from quire.layout.layout import layout_for
 from quire.layout.pages import CacheLayout
+from quire.layout.sparse import parse_sparse
 from quire.plan.capacity import capacity, sequence_bytes
 from quire.scheduler.events import KEPT_EVENTS, KINDS, KVEvent, Value
 from quire.serve.errors import Draining, FieldError, TooManyStreams, UnknownRequest, bounded
@@ -170,6 +171,7 @@ def _layout_with(llm: LLM, codec: str, retained: int | None) -> CacheLayout:
         heads_apart=evicts and rules.heads_apart,
         rotated=not (evicts and rules.rerotates_keys),
         statistics=llm.engine.pool.eviction.spec.statistics if evicts else (),
+        bounds=parse_sparse(llm.engine.kv_config.sparse) is not None,
     )
     return rules.fitted(layout) if evicts else layout
 

@@ -1,0 +1,165 @@
+"""Sparse attention in engines: backends agree, and other features change no output."""
+
+from functools import cache
+
+import pytest
+
+from quire.config.generation_request import GenerationRequest
+from quire.engine.core import Engine
+from quire.errors import RequestError, UnsoundCombination
+from quire.scheduler.schedule_config import ScheduleConfig
+from support.engines import answer, greedy, largest_difference, load, make_prompts, requests_of
+from support.kv_options import kv_config
+
+RULE = "quest:pages=4,recent=2,dense_layers=1"
+PAGE_TOKENS, NEW_TOKENS = 4, 12
+loaded = cache(load)
+
+
+def engine_of(architecture="llama", *, memory="4MiB", schedule=None, **kv):
+    options = {"memory": memory, "page_tokens": PAGE_TOKENS, "sparse": RULE} | kv
+    return Engine(loaded(architecture), kv_config(**options), schedule or ScheduleConfig())
+
+
+def prompts_of(seed=1, count=4, longest=70):
+    return {str(i): prompt for i, prompt in enumerate(make_prompts(count, longest, seed))}
+
+
+def run(engine, *, new_tokens=NEW_TOKENS, **options):
+    return answer(engine, requests_of(prompts_of(), new_tokens, **options))
+
+
+@cache
+def expected_of(architecture, evict, codec):
+    """Each request alone in ample memory, by the reference backend."""
+    engine = engine_of(
+        architecture, evict=evict, codec=codec, attention="reference", enable_prefix_caching=False
+    )
+    found = {}
+    for name, prompt in prompts_of().items():
+        found |= answer(engine, requests_of({name: prompt}, NEW_TOKENS)).logits
+    reads = engine.stats()
+    assert 0 < reads.sparse_pages_read < reads.sparse_pages_held
+    return found
+
+
+CASES = {
+    "plain": {},
+    "gathered": {"attention": "gathered"},
+    "layers in C": {"architecture": "wide_llama"},
+    "window layers": {"architecture": "gemma3"},
+    "shared KV": {"architecture": "gemma3n"},
+    "sinks of the softmax": {"architecture": "gpt_oss"},
+    "int8": {"codec": "int8"},
+    "int4": {"codec": "int4"},
+    "fp8": {"codec": "fp8"},
+    "h2o": {"evict": "h2o:cap=48,every=8,recent=8"},
+    "heads apart": {"evict": "keydiff:cap=48,every=8"},
+    "unequal heads": {"evict": "h2o:cap=48,every=8,recent=8,budget=ada"},
+    "pages evicted": {"evict": "h2o:cap=48,every=8,recent=8,granularity=page"},
+    "after the prompt": {"evict": "snapkv:cap=48,window=8,when=prefill_end"},
+    "evicted codes": {"evict": "tova:cap=48,every=8", "codec": "int8"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_batches_equal_single_requests_with_the_reference_backend(case):
+    options = dict(CASES[case])
+    architecture = options.pop("architecture", "llama")
+    by = architecture, options.get("evict", "full"), options.get("codec", "none")
+    engine = engine_of(architecture, **options)
+    got = run(engine).logits
+
+    near = 5e-3 if "codec" in options else 1e-4
+    assert largest_difference(got, expected_of(*by)) < near
+
+
+@pytest.mark.parametrize("preempt", ["swap", "recompute"])
+@pytest.mark.parametrize("evict", ["full", "tova:cap=48,every=8"])
+def test_little_memory_changes_no_output(preempt, evict):
+    schedule = ScheduleConfig(preempt=preempt, admission="optimistic")
+    swap = {"swap_space": "1MiB"} if preempt == "swap" else {}
+    engine = engine_of(memory="24KiB", schedule=schedule, evict=evict, **swap)
+    got = run(engine)
+
+    assert engine.stats().num_preemptions
+    assert largest_difference(got.logits, expected_of("llama", evict, "none")) < 1e-4
+
+
+def test_all_pages_and_off_equal_dense_attention_bit_for_bit():
+    dense = run(engine_of(sparse="off")).logits
+    for engine, options in (
+        (engine_of(sparse="quest:budget=100%"), {}),
+        (engine_of(), {"sparse": "off"}),
+        (engine_of(), {"sparse": "quest:pages=64,dense_layers=0"}),
+    ):
+        assert largest_difference(run(engine, **options).logits, dense) == 0
+
+
+def test_requests_in_one_batch_have_their_own_rules():
+    engine, rules = engine_of(), [RULE, "off", "quest:budget=30%,recent=1", None]
+    requests = [
+        GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=name, sparse=rule)
+        for (name, prompt), rule in zip(prompts_of().items(), rules, strict=True)
+    ]
+    got = answer(engine, requests).logits
+
+    for request in requests:
+        alone = answer(engine_of(attention="reference"), [request]).logits
+        own = {request.request_id: got[request.request_id]}
+        assert largest_difference(own, alone) < 1e-4
+
+
+def test_cached_prefixes_are_computed_by_dense_attention():
+    """A dense request after a sparse one finds its prompt in the cache, not its output."""
+    engine, prompt = engine_of(), prompts_of()["0"][:40] + list(range(2, 32))
+    first = answer(engine, requests_of({"a": prompt}, 24))
+    longer = prompt + first.tokens["a", 0]
+    second = answer(engine, requests_of({"b": longer}, 4, sparse="off"))
+    cold = answer(engine_of(sparse="off"), requests_of({"b": longer}, 4))
+
+    assert second.usages["b"].cached_tokens == len(prompt) // PAGE_TOKENS * PAGE_TOKENS
+    assert largest_difference(second.logits, cold.logits) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "message"),
+    [
+        ("llama", {"offload_memory": "1MiB"}, "--kv-offload-memory|prefetched as a whole"),
+        ("llama", {"codec": "int8+sinks=4"}, "another precision"),
+        ("llama", {"codec": "int8+residual=8"}, "another precision"),
+        ("llama", {"evict": "streaming:cap=32,sinks=2"}, "before it"),
+        ("bloom", {}, "biases of positions"),
+        ("deepseek_v3", {}, "hold latents"),
+        ("mistral", {}, "sliding window"),
+        ("llama", {"schedule": ScheduleConfig(batch_invariant=True)}, "--batch-invariant"),
+    ],
+)
+def test_unsound_combinations_are_refused(architecture, options, message):
+    with pytest.raises(UnsoundCombination, match=message):
+        engine_of(architecture, **options)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("quest", "expected budget=10%"),
+        ("quest:budget=10%,pages=3", "one of them"),
+        ("quest:budget=0", "above 0%"),
+        ("quest:budget=x", "such as 10%"),
+        ("quest:pages=4", "pages from 6"),
+        ("quest:pages=9,recent=0", "recent from 1"),
+        ("quest:pages=9,sinks=1.5", "whole numbers"),
+        ("quest:top=9", "top"),
+        ("qest:pages=9", "quest"),
+        ("off:pages=9", "without options"),
+    ],
+)
+def test_invalid_rules_of_requests_are_refused(rule, message):
+    with pytest.raises(RequestError, match=message):
+        engine_of().submit(GenerationRequest([5], greedy(1), sparse=rule))
+
+
+def test_rules_need_an_engine_with_bounds():
+    with pytest.raises(RequestError, match="start it with --sparse"):
+        engine_of(sparse="off").submit(GenerationRequest([5], greedy(1), sparse=RULE))
