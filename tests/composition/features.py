@@ -263,7 +263,7 @@ OF_STORING = (
         for name in CODECS
     ),
     Feature(
-        *("sparse attention", "attention", f"`--sparse {SPARSE}`"),
+        *("sparse pages", "attention", f"`--sparse {SPARSE}`"),
         *(setting(kv={"sparse": SPARSE}), _read_less),
     ),
     Feature(
