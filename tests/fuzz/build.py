@@ -58,7 +58,7 @@ def ample_bytes(case: Case) -> int:
 
 def ample_engine(case: Case, **schedule: object) -> Engine:
     """An engine that has room for all, and computes what the case's does."""
-    same = ("page_tokens", "codec", "evict", "evict_allow", "attention")
+    same = ("page_tokens", "codec", "evict", "evict_allow", "attention", "sparse")
     kv = {name: case.kv[name] for name in same if name in case.kv}
     config = kv_config(
         memory=ample_bytes(case),

@@ -224,6 +224,21 @@ def _asynchronous(rng: random.Random, case: Case) -> Case:
     return replace(case, schedule={**case.schedule, "async_scheduling": True})
 
 
+def _sparse(rng: random.Random, case: Case) -> Case:
+    """Sparse attention, if the case's other options support it."""
+    codec, evict = _codec(case), str(case.kv["evict"])
+    refused = any(part in codec for part in ("+", "kivi", "_page", "kvquant", "_channel", "equal"))
+    refused |= bool(case.stream_room or case.schedule.get("batch_invariant"))
+    rules = [evict, str(case.kv.get("evict_allow", "")), *(r.evict or "" for r in case.requests)]
+    refused |= any("streaming" in rule or rule == "all" for rule in rules)
+    refused |= case.model.partition("*")[0] in (*ALL_WINDOWED, *LATENTS)
+    if rng.random() >= 0.3 or refused:
+        return case
+    share, layers = rng.choice((20, 40, 70)), rng.choice((0, 1))
+    rule = f"quest:budget={share}%,recent={rng.choice((1, 2))},dense_layers={layers}"
+    return replace(case, kv={**case.kv, "sparse": rule})
+
+
 def _codec(case: Case) -> str:
     return str(case.kv.get("codec", "none"))
 
@@ -238,6 +253,7 @@ CHANGES = {
     "calibrated": _calibrated,
     "invariant": _invariant,
     "asynchronous": _asynchronous,
+    "sparse": _sparse,
 }
 
 

@@ -250,7 +250,10 @@ def _copied(pages: LayerPages, columns: Tensor, dtype: torch.dtype) -> LayerPage
         if coded is None:
             found = plane[numbers, head]
         else:
-            found = coded.codec.decode([of[numbers, head, None] for of in coded.planes])
+            codec = coded.codec
+            if codec.constants:
+                codec = codec.of_heads(kv_head[None, :, None, None])
+            found = codec.decode([of[numbers, head, None] for of in coded.planes])
         return found.reshape(-1, 1, *found.shape[-2:]).to(dtype)
 
     sides = (None, None) if pages.coded is None else (pages.coded.key, pages.coded.value)
