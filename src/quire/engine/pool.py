@@ -232,7 +232,7 @@ def _refuse_sparse(
         (form.promoted is not None, limits.SPARSE_FULL_PRECISION),
         (bool(form.key.constants), limits.SPARSE_CALIBRATED),
         (rules.rerotates_keys or rules.mixes, limits.SPARSE_PRE_ROPE),
-        (model.spec.latent is not None, limits.SPARSE_LATENT),
+        (any(heads.latent is not None for heads in model.spec.heads), limits.SPARSE_LATENT),
         (any(math.alibi for math in attention_math(model.decoder)), limits.SPARSE_ALIBI),
         (not any(layer.stores_all for layer in model.spec.layers), limits.SPARSE_WINDOWS),
     ):

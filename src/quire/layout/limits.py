@@ -450,8 +450,8 @@ SPARSE_PRE_ROPE = _sparse(
     instead="use 'sinks', which retains the same tokens at their original positions",
 )
 SPARSE_LATENT = _sparse(
-    other="a model with latent attention (MLA)",
-    reason="pages hold latents, whose bounds are not those of keys",
+    other="a model with latent attention (MLA), or whose keys are values times a weight (Gemma 4)",
+    reason="pages hold latents, or parts of keys, whose bounds are not those of keys",
     instead="leave out --sparse",
 )
 SPARSE_ALIBI = _sparse(
