@@ -28,6 +28,7 @@ from quire.kernels.backend import (
     MovedSlots,
     NewSlots,
     SlotRanking,
+    SparseLanes,
     StatisticRows,
     StepShape,
     StoredNumbers,
@@ -37,6 +38,7 @@ from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, NotLoaded, load_library
 from quire.kernels.reference_backend import ReferenceAttention
+from quire.kernels.sparse import SparsePlan, attend_planned
 from quire.layout.codec_names import codec_spec
 from quire.layout.statistics import REDUCTIONS
 
@@ -67,6 +69,7 @@ def on_right_path(library: NativeLibrary) -> NativeLibrary | NotLoaded:
         keys = (False, True) if tried.blocks(_HEAD_DIM) else (False,)
         plain_right = all(_is_right(native, *kind) for kind in product(_TOLERANCES, keys))
         plain_right = plain_right and selects_right(native, torch.device("cpu"))
+        plain_right = plain_right and all(_reads_right(native, dtype) for dtype in _TOLERANCES)
         if plain_right and _counts_right(native) and all(_codes_right(native, c) for c in _CODECS):
             return tried
         _log.warning("the C extension computes wrong numbers with %s; not used", PATHS[path])
@@ -191,6 +194,38 @@ def _write_and_attend(
     places = (page[:, None], (newest % _PAGE_TOKENS)[:, None])
     backend.write(NewSlots(arena[:, 0], arena[:, 1], *places), *fresh)
     return _attend(backend, query, pages, fresh, arena[0].nbytes // _PAGE_TOKENS)
+
+
+def _reads_right(native: NativeAttention, dtype: torch.dtype) -> bool:
+    """Return whether the pages with the highest scores are read, and no others."""
+    generator, rows = torch.Generator().manual_seed(0), len(_SLOTS)
+    slots_and_bounds = (_PAGE_TOKENS, _PAGE_TOKENS, 2)  # vectors of each head in a page
+    numbers = [_HEADS * count * _HEAD_DIM for count in slots_and_bounds]
+    arena = torch.randn(rows * _COLUMNS, sum(numbers), generator=generator).to(dtype)
+    key, value, bounds = (
+        part.unflatten(1, (_HEADS, count, _HEAD_DIM))
+        for part, count in zip(arena.split(numbers, dim=1), slots_and_bounds, strict=True)
+    )
+    bounds[:, :, 0], bounds[:, :, 1] = key.amin(dim=2), key.amax(dim=2)
+    table = torch.randperm(rows * _COLUMNS, generator=generator).int().view(rows, 1, _COLUMNS)
+    bounds = bounds.flatten(2)[:, :, None]
+    pages = LayerPages(key, value, table, torch.arange(rows), 0, 1, bounds=bounds)
+    query = torch.randn(rows, _HEADS * _GROUP, _HEAD_DIM, generator=generator).to(dtype)
+    slots = np.array(_SLOTS, dtype=np.int32)[:, None]
+    held = -(-slots // _PAGE_TOKENS)
+    read = np.where(held > 3, np.int32(3), np.int32(0))
+    kept = np.ones(rows, dtype=np.int32)
+    lanes = LaneSlots(slots, None, SparseLanes(read, kept, kept))
+    step, fresh = StepShape.of(kept), (query[:, :_HEADS], query[:, :_HEADS])
+    math = AttentionMath(scale=_HEAD_DIM**-0.5)
+    expected, got = (
+        attend_planned(
+            *(backend, SparsePlan.of(backend, step, lanes, _PAGE_TOKENS, 1)),
+            *(pages, math, query, fresh),
+        )
+        for backend in (ReferenceAttention(), native)
+    )
+    return _near(got.float(), expected.float(), _TOLERANCES[dtype])
 
 
 def _attend(
