@@ -457,7 +457,8 @@ class StepAttention:
         lanes = []
         for layer in range(num_layers):
             number = group.layers[first + layer]
-            dense = np.array([one is None or number < one.dense_layers for one in self._sparse])
+            by_row = [one is None or number < one.dense_layers for one in self._sparse]
+            dense = np.array(by_row, dtype=np.bool_)
             key = 0 if alike else layer, dense.tobytes()
             if key not in found:
                 own = np.ascontiguousarray(by_layer[:, layer])
