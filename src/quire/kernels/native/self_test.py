@@ -203,8 +203,8 @@ def _reads_right(native: NativeAttention, dtype: torch.dtype) -> bool:
     numbers = [_HEADS * count * _HEAD_DIM for count in slots_and_bounds]
     arena = torch.randn(rows * _COLUMNS, sum(numbers), generator=generator).to(dtype)
     key, value, bounds = (
-        part.unflatten(1, (_HEADS, count, _HEAD_DIM))
-        for part, count in zip(arena.split(numbers, dim=1), slots_and_bounds, strict=True)
+        part.view(-1, _HEADS, count, _HEAD_DIM)
+        for part, count in zip(torch.split(arena, numbers, dim=1), slots_and_bounds, strict=True)
     )
     bounds[:, :, 0], bounds[:, :, 1] = key.amin(dim=2), key.amax(dim=2)
     table = torch.randperm(rows * _COLUMNS, generator=generator).int().view(rows, 1, _COLUMNS)
@@ -218,12 +218,11 @@ def _reads_right(native: NativeAttention, dtype: torch.dtype) -> bool:
     lanes = LaneSlots(slots, None, SparseLanes(read, kept, kept))
     step, fresh = StepShape.of(kept), (query[:, :_HEADS], query[:, :_HEADS])
     math = AttentionMath(scale=_HEAD_DIM**-0.5)
+    backends: tuple[AttentionBackend, ...] = (ReferenceAttention(), native)
+    plans = (SparsePlan.of(backend, step, lanes, _PAGE_TOKENS, 1) for backend in backends)
     expected, got = (
-        attend_planned(
-            *(backend, SparsePlan.of(backend, step, lanes, _PAGE_TOKENS, 1)),
-            *(pages, math, query, fresh),
-        )
-        for backend in (ReferenceAttention(), native)
+        attend_planned(backend, plan, pages, math, query, fresh)
+        for backend, plan in zip(backends, plans, strict=True)
     )
     return _near(got.float(), expected.float(), _TOLERANCES[dtype])
 
