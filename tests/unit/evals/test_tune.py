@@ -13,9 +13,11 @@ from quire.cli.main import app
 from quire.errors import ConfigError
 from quire.evals.intervals import Mean
 from quire.evals.pace import Pace
+from quire.evals.tune.predict import predicted_rows
 from quire.evals.tune.run import TuneConfig, divided
 from quire.evals.tune.search import FIRST_PROMPTS, first_round, halve, pareto, round_sizes
 from quire.evals.tune.space import SearchCandidate, Space
+from support.model_specs import small_spec
 from support.texts import lines_prompts
 
 CANDIDATES = [SearchCandidate("int8", f"sinks:cap={n}") for n in range(30)]
@@ -329,3 +331,13 @@ def test_wrong_prompts_and_options_are_refused(data, content, options, expected)
 
     assert result.exit_code == 2
     assert expected in " ".join(result.stderr.split())
+
+
+def test_bounds_of_sparse_attention_count_in_the_bytes_of_a_row():
+    model = small_spec(None, None)
+    sizes = {"page_tokens": 16, "kv_bytes": 1 << 24, "prompt_tokens": 160, "new_tokens": 1}
+    plain, sparse = (
+        predicted_rows(model, codec="float32", evict="full", sparse=rule, **sizes).row_bytes
+        for rule in ("off", "quest:budget=10%")
+    )
+    assert sparse == plain + 10 * 2 * model.num_kv_heads * model.head_dim * model.num_layers * 4

@@ -7,6 +7,7 @@ from quire.kv.memory import KVMemory
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
+from quire.layout.sparse import parse_sparse
 from quire.plan.batch_verdict import row_steps
 from quire.scheduler.peaks import Need, Peaks, rows_at_once
 
@@ -21,11 +22,12 @@ class PredictedRows:
     eviction: EvictionSpec
 
 
-def predicted_rows(
+def predicted_rows(  # noqa: PLR0913 - the options that change a row
     model: ModelSpec,
     *,
     codec: str,
     evict: str,
+    sparse: str = "off",
     page_tokens: int,
     kv_bytes: int,
     prompt_tokens: int,
@@ -48,6 +50,7 @@ def predicted_rows(
         evicting=rules.evicts,
         heads_apart=rules.heads_apart,
         statistics=rules.statistics,
+        bounds=parse_sparse(sparse) is not None,
     )
     memory = KVMemory(layout, kv_bytes, 1)
     need = Need(tokens, prompt_tokens, held)

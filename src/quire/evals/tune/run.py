@@ -274,6 +274,7 @@ class Tuner:
             self._model.spec,
             codec=codec_of(kv, self._model).codec,
             evict=kv.evict,
+            sparse=kv.sparse,
             page_tokens=kv.page_tokens,
             kv_bytes=self._kv_bytes,
             prompt_tokens=self._prompt_tokens,
