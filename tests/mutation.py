@@ -164,9 +164,13 @@ def run(checkout: Path, out: Path) -> None:
     done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     functions = _functions(checkout)
     for change in changes[len(done) :]:
-        [(path, number)] = _places(functions, change)
-        result = _result(checkout, path, number, change)
-        done.append(asdict(change) | {"file": str(path.relative_to(checkout)), "result": result})
+        places = _places(functions, change)
+        if not places:  # the code has changed since: no fault to find
+            result, file = "gone", ""
+        else:
+            [(path, number)] = places
+            result, file = _result(checkout, path, number, change), str(path.relative_to(checkout))
+        done.append(asdict(change) | {"file": file, "result": result})
         with out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(done[-1]) + "\n")
         print(f"{len(done):3d} {result:9s} {change.function}: {change.old} -> {change.new}")
