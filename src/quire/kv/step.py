@@ -486,7 +486,7 @@ class StepAttention:
         pages = np.zeros_like(slots)
         for row, one in enumerate(self._sparse):
             if one is not None and not dense[row]:
-                pages[row] = one.pages_read(held[row])
+                pages[row] = [one.pages_read(int(lane)) for lane in held[row]]
                 sinks[row], recent[row] = one.sinks, one.recent
         return SparseLanes(pages, sinks, recent) if pages.any() else None
 

@@ -12,9 +12,6 @@ most as many pages is read as a whole.
 import math
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from quire.errors import ConfigError, UnknownName
 from quire.layout.eviction import parse_policy
 
@@ -70,14 +67,13 @@ class SparseSpec:
         """Pages of the smallest budget: those that are read in any case, and one by its score."""
         return self.sinks + self.recent + 1
 
-    def pages_read(self, held: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the pages that are read of lanes with `held` pages; 0: all of them."""
-        budget = np.full_like(held, self.least_pages)
-        if self.pages is not None:
-            budget[:] = self.pages
-        elif self.share is not None:
-            np.maximum(budget, np.ceil(self.share * held - 1e-9).astype(np.int32), out=budget)
-        return np.where(budget < held, budget, np.int32(0))
+    def pages_read(self, held: int) -> int:
+        """Return the pages that are read of a lane with `held` pages; 0: all of them."""
+        budget = self.pages
+        if budget is None:
+            assert self.share is not None, "see `__post_init__`"
+            budget = max(self.least_pages, math.ceil(self.share * held - 1e-9))
+        return budget if budget < held else 0
 
 
 def parse_sparse(text: str) -> SparseSpec | None:

@@ -265,11 +265,11 @@ def test_a_rule_that_raises_is_refused_and_the_others_are_compared(tmp_path, dat
 
 
 def test_the_result_holds_more_requests_and_its_file_is_a_configuration(tmp_path, data):
-    found, stderr = run(data)
+    found, stderr = run(data, "--min-quality", "0.97")  # a near tie: one token of 36 may differ
 
     claims, words = found["claims"], " ".join(stderr.split())
     assert claims["requests_gain"] >= 1.8
-    assert claims["held_out_quality"] >= 0.9
+    assert claims["held_out_quality"] >= 0.97
     assert claims["held_out_prompts"] == 6
     assert claims["chosen_running_at_once"] == 6 >= claims["baseline_running_at_once"]
     assert re.match(r"[1-5] of 5 candidates hold more requests than the baseline's \d+;", stderr)
@@ -279,9 +279,9 @@ def test_the_result_holds_more_requests_and_its_file_is_a_configuration(tmp_path
     assert re.search(holds, words)
     assert re.search(r"6 held-out prompts ran, 6 of them at once, \d+ tokens/s", words)
     page = (tmp_path / "out" / "tuned.md").read_text()
-    few = "6 held-out prompts do not show a top_1 of 0.9: the interval begins at 0.5407; 36 equal"
-    assert few in words
-    assert all(text in page for text in (few, "Held-out prompts", "reached on these prompts"))
+    few = re.search(r"6 held-out prompts do not show a top_1 of 0.97: the interval [^;]*", words)
+    assert few
+    assert all(text in page for text in (few[0], "Held-out prompts", "reached on these prompts"))
     config = ["--config", str(tmp_path / "out" / "tuned.toml")]
     line = ["generate", *config, "--prompt", "<|doc|>a", "--max-tokens", "2"]
     used = CliRunner().invoke(app, line)

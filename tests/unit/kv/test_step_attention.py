@@ -528,7 +528,7 @@ def plain_sparse(kv, group, layer, row, query, rule):
         lane = group.layers.index(layer) * group.lanes_per_layer + kv_head // heads
         own, held = kv_head % heads, int(table.num_slots[row, lane])
         numbers = table.pages[row, lane, : -(-held // tokens)]
-        count = rule.pages_read(np.array([len(numbers)], dtype=np.int32))[0]
+        count = rule.pages_read(len(numbers))
         keys, values, scores = [], [], []
         for column, page in enumerate(numbers):
             live = min(tokens, held - column * tokens)
