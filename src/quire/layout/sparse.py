@@ -56,14 +56,14 @@ class SparseSpec:
                     f"{self.text!r}: expected {name} from {least} to {MAX_PAGES:,}, got "
                     f"{getattr(self, name)}"
                 )
-        if self.pages is not None and not self.least_pages <= self.pages <= MAX_PAGES:
+        if self.pages is not None and not self.min_pages <= self.pages <= MAX_PAGES:
             raise ConfigError(
-                f"{self.text!r}: expected pages from {self.least_pages} (sinks, recent and one by "
+                f"{self.text!r}: expected pages from {self.min_pages} (sinks, recent and one by "
                 f"its score) to {MAX_PAGES:,}, got {self.pages}"
             )
 
     @property
-    def least_pages(self) -> int:
+    def min_pages(self) -> int:
         """Pages of the smallest budget: those that are read in any case, and one by its score."""
         return self.sinks + self.recent + 1
 
@@ -72,7 +72,7 @@ class SparseSpec:
         budget = self.pages
         if budget is None:
             assert self.share is not None, "see `__post_init__`"
-            budget = max(self.least_pages, math.ceil(self.share * held - 1e-9))
+            budget = max(self.min_pages, math.ceil(self.share * held - 1e-9))
         return budget if budget < held else 0
 
 
