@@ -194,7 +194,7 @@ CYCLES(cycles_of_floats, AVX512, _mm512_fmadd_ps(x, x, sums[n]))
 #endif
 
 /* The best path whose products are also fast. A dot product of bfloat16 pairs does the work of two float32
- * products; Zen 4 needs the time of one for it, Sapphire and Emerald Rapids that of four. */
+ * products; Emerald Rapids needs the time of four for it (docs/log.md). */
 int quire_fast_path(void) {
     int best = quire_best_path();
 #ifdef HAVE_X86
