@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 
 from quire.config.kv_config import KVConfig
@@ -76,7 +76,25 @@ class ScoreFile:
 
 def fingerprint_of(*parts: object) -> str:
     """A hash of the texts of all parts."""
-    return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(map(_text, parts)).encode()).hexdigest()[:16]
+
+
+def _text(part: object) -> str:
+    """A dataclass without its options that are off by default and now; else the part's `repr`.
+
+    A new option that is off leaves stored results valid, a changed default does not.
+    """
+    if not is_dataclass(part) or isinstance(part, type):
+        return repr(part)
+    found = [
+        f"{field.name}={_text(value)}"
+        for field in fields(part)
+        if (value := getattr(part, field.name)) != field.default or value not in _OFF
+    ]
+    return f"{type(part).__name__}({', '.join(found)})"
+
+
+_OFF = (None, "", "off", "none", False, ())
 
 
 class CandidateScorer:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, make_dataclass, replace
 
 import pytest
 from typer.testing import CliRunner
@@ -20,6 +20,7 @@ from quire.evals.suite.registry import SUITES, TASKS, fraction_found, suite_of, 
 from quire.evals.suite.runner import SampleRunner, compare
 from quire.evals.suite.sanity import FAILED, NO_CASE, PASSED, SKIPPED, Sanity
 from quire.evals.tasks import ALL_FAMILIES, FAMILIES, make, rough_measure
+from quire.evals.tune.scores import fingerprint_of
 
 GENERATED = [task.name for task in TASKS.values() if task.name not in ("perplexity", "summary")]
 NEW = sorted(ALL_FAMILIES.keys() - FAMILIES.keys())
@@ -343,6 +344,17 @@ def test_cells_have_scores_by_depth_and_no_verdict_on_unsolved_tasks():
     assert summary["output_tokens_per_s"] == 15.0
     assert summary["total_tokens_per_s"] == 315.0
     assert summary["scores"]["accuracy"]["mean"] == 0.5
+
+
+def test_fingerprints_ignore_options_that_are_off_only():
+    option = ("memory", int | None, None)
+    before, off, on = (
+        make_dataclass("Options", [option, *further])
+        for further in ([], [("sparse", str, "off")], [("levels", int, 2)])
+    )
+    assert fingerprint_of(off()) == fingerprint_of(before())
+    others = (before(0), off(sparse="on"), on(), on(levels=1))
+    assert len(set(map(fingerprint_of, (before(), *others)))) == 5
 
 
 def test_stored_cell_is_read_again_for_equal_options_only(tmp_path):
