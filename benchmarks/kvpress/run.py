@@ -35,7 +35,9 @@ from quire.evals.suite.cells import CellFolder, CellResult, PromptResult
 from quire.evals.suite.runner import split_at_question
 from quire.evals.tune.scores import fingerprint_of
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, PREFILL_END, parse_policy
+from quire.layout.packaged import file_of
 from quire.models.loader import LoadedModel
+from quire.models.source import GGUF
 from quire.sampling.detokenizer import Detokenizer, StopChecker
 
 KVPRESS = "kvpress"
@@ -165,9 +167,7 @@ def left_out(known: Iterable[str], presses: Sequence[str]) -> dict[str, str]:
 
 WORKER = Path(__file__).with_name("worker.py")
 _FLAG = "--python"
-_INSTALL = (
-    f"python3 -m venv FOLDER; FOLDER/bin/pip install torch kvpress; then {_FLAG} FOLDER/bin/python"
-)
+_INSTALL = f"python3 -m venv FOLDER; FOLDER/bin/pip install torch kvpress gguf; then {_FLAG} FOLDER/bin/python"
 _MAX_CHARACTERS = 300
 
 
@@ -184,11 +184,13 @@ def model_message(model: LoadedModel, dtype: str) -> dict[str, object]:
     if model.folder is None or model.weight_codec != "auto":
         given = model.name if model.folder is None else f"--weight-codec {model.weight_codec}"
         raise ConfigError(
-            f"expected a model folder in Hugging Face format and weights without a codec with "
-            f"{_FLAG}, got {given}"
+            f"expected a model folder in Hugging Face format or a GGUF file, and weights without "
+            f"a codec with {_FLAG}, got {given}"
         )
+    file = Path(file_of(model.argument))
     return {
         "folder": str(model.folder),
+        "gguf_file": file.name if file.suffix == GGUF else None,
         "dtype": dtype,
         "device": str(model.decoder.device),
         "threads": torch.get_num_threads(),
@@ -200,7 +202,7 @@ class PressProcess:
 
     Args:
         python: Python of an environment that has kvpress.
-        model: the first message: folder, dtype, device and number of threads.
+        model: the first message: folder, GGUF file in it, dtype, device and number of threads.
 
     Raises:
         ConfigError: the Python does not start, or cannot import kvpress or load the model.

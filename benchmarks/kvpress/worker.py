@@ -251,12 +251,13 @@ def opened(model: Mapping[str, Any]) -> tuple[Worker, dict[str, Any]]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(model["threads"])
-    loaded = AutoModelForCausalLM.from_pretrained(model["folder"], dtype=model["dtype"])
+    source = {"pretrained_model_name_or_path": model["folder"], "gguf_file": model["gguf_file"]}
+    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=model["dtype"])
     loaded = loaded.to(model["device"]).eval()
     presses = Presses(kvpress)
     packages = ("kvpress", "transformers", "torch")
     about = {"versions": {name: version(name) for name in packages}, "presses": presses.names()}
-    return Worker(presses, loaded, AutoTokenizer.from_pretrained(model["folder"])), about
+    return Worker(presses, loaded, AutoTokenizer.from_pretrained(**source)), about
 
 
 def serve(lines: Iterator[str], write: Callable[[Mapping[str, Any]], None]) -> None:

@@ -51,7 +51,7 @@ KV = KVConfig(memory="8MiB")
 GRID = Grid(rules=("full",), budgets=("50%", "25%"), schedules=("prefill_end",), codecs=("none",))
 SIZES = {"tokens": 200, "count": COUNT, "seeds": (1,), "sanity": False}
 CONFIG = BoardConfig(entries=GRID.entries(), tasks=(task_of(TASK),), **SIZES)
-ABOUT = {"folder": "model", "dtype": "float32", "device": "cpu", "threads": 1}
+ABOUT = {"folder": "model", "gguf_file": None, "dtype": "float32", "device": "cpu", "threads": 1}
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
+from quire.policies.recommended import RECOMMENDED
 
 FULL = "full"
 UNIFORM = "uniform"
@@ -34,7 +35,7 @@ class Space:
         "int3_hadamard+residual=32",
     )  # the first is the baseline's
     # without cap; `full` retains all tokens
-    rules: tuple[str, ...] = (FULL, "snapkv", "h2o", "keydiff", "expected_attention", "sinks")
+    rules: tuple[str, ...] = (FULL, *RECOMMENDED, "recent:sinks=4", "lagkv", "snapkv")
     # in tokens or as fractions of the prompt such as 50%
     caps: tuple[str, ...] = ("75%", "50%", "25%")
     schedules: tuple[str, ...] = ("prefill_end", "prefill_and_decode")  # values of `when`
@@ -67,5 +68,6 @@ class Space:
         for cap in self.caps:
             for when in self.schedules:
                 for budget in self.budgets:
-                    share = "" if budget == UNIFORM else f",budget=({budget})"
+                    own = budget == UNIFORM or ",budget=" in rule
+                    share = "" if own else f",budget=({budget})"
                     yield f"{rule}{separator}cap={cap},when={when}{share}"
