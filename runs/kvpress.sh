@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # kvpress's presses on the prompts of runs/board.sh, in the environment of QUIRE_KVPRESS_PYTHON:
-#     python3 -m venv build/kvpress && build/kvpress/bin/pip install torch==2.13.0 && build/kvpress/bin/pip install kvpress==0.5.5
+#     python3 -m venv build/kvpress && build/kvpress/bin/pip install torch==2.13.0 && build/kvpress/bin/pip install kvpress==0.5.5 gguf
 #     QUIRE_KVPRESS_PYTHON=build/kvpress/bin/python bash runs/kvpress.sh
 # The same command goes on after an interruption. Last line of output: one JSON object. Folder: KVPRESS_OUT.
 set -euo pipefail

@@ -167,7 +167,7 @@ def left_out(known: Iterable[str], presses: Sequence[str]) -> dict[str, str]:
 
 WORKER = Path(__file__).with_name("worker.py")
 _FLAG = "--python"
-_INSTALL = f"python3 -m venv FOLDER; FOLDER/bin/pip install torch kvpress gguf; then {_FLAG} FOLDER/bin/python"
+_INSTALL = f"python3 -m venv DIR; DIR/bin/pip install torch kvpress gguf; {_FLAG} DIR/bin/python"
 _MAX_CHARACTERS = 300
 
 
