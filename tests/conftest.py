@@ -108,7 +108,8 @@ def _after_a_restart(test: Callable[..., None]) -> Callable[..., None]:
     return restarted
 
 
-MIN_CASES, SAMPLED_SHARE = 3, 6  # of a table: at least 3 cases, else a sixth
+# of a table: a sixth of its cases, at least 2 if it runs single components, else whole engines
+MIN_CASES, MIN_UNIT_CASES, SAMPLED_SHARE = 1, 2, 6
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by `-m`
@@ -133,7 +134,8 @@ def _cases_beyond_sample(cases: list[pytest.Item]) -> list[pytest.Item]:
     """
     left = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
     seen: set[tuple[int, str]] = set()
-    for _ in range(min(len(left), max(MIN_CASES, -(-len(left) // SAMPLED_SHARE)))):
+    least = MIN_UNIT_CASES if "/unit/" in cases[0].nodeid else MIN_CASES
+    for _ in range(min(len(left), max(least, -(-len(left) // SAMPLED_SHARE)))):
         best = max(left, key=lambda item: len(_values(item) - seen))
         seen |= _values(best)
         left.remove(best)
