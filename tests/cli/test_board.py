@@ -115,6 +115,7 @@ def test_the_documents_get_the_rows_of_kvpress_of_another_run(tmp_path):
     assert ". beside other work\n" in page
 
 
+@pytest.mark.slow
 def test_the_best_entries_are_confirmed_with_more_prompts_and_other_lengths(quire, tmp_path):
     grids = tmp_path / "grids.toml"
     grids.write_text(

@@ -76,6 +76,7 @@ def test_rule_is_compared_with_full_kv(judge):
     assert configured["kv_peak_bytes"] <= full["kv_peak_bytes"]
 
 
+@pytest.mark.slow
 def test_model_that_fails_the_sanity_check_gives_no_verdict(judge):
     judge["sanity"] = Sanity(status=FAILED, reason="lines at 256 tokens: 10% with full KV")
     arguments = [argument for argument in (*LINES, *RULE) if argument != "--json"]

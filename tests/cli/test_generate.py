@@ -426,6 +426,7 @@ def test_model_as_an_option_is_refused_with_the_usage(quire, command, more, usag
     assert result.stderr.strip().endswith(f"as in {usage}")
 
 
+@pytest.mark.slow
 def test_kv_cache_dtype_and_max_model_len_are_read(quire):
     found = [
         quire("generate", "quire-tiny", PROMPT, *QUICK, flag, value, "--json")

@@ -189,11 +189,12 @@ def test_no_batch_changes_a_bit(architecture):
     assert preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [
         ("mistral", torch.float32),  # pages that left its window are freed
-        *(pytest.param("llama", dtype, marks=pytest.mark.slow) for dtype in HALF),
+        *(("llama", dtype) for dtype in HALF),
     ],
 )
 def test_no_batch_changes_a_bit_in_another_type(architecture, dtype):

@@ -136,6 +136,7 @@ def test_retained_tokens_of_offloaded_requests_may_exceed_the_kv_memory(rule):
     check_ample("llama", ALONE, logits, evict=evict)
 
 
+@pytest.mark.slow
 def test_evicting_requests_count_what_must_be_in_the_kv_memory():
     """Twelve requests in KV memory for the retained tokens of one, with 16 layers."""
     model, logits, running = load("llama", times=8), [], [0]

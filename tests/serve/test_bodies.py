@@ -298,6 +298,7 @@ BODIES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(bodies=st.lists(BODIES, min_size=8, max_size=16))
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_value_gets_200_or_400(send, bodies):

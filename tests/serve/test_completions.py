@@ -319,6 +319,7 @@ def test_chunks_equal_the_whole_completion_or_chat(stream, complete, chat):
     assert text == chat(**CHAT)["choices"][0]["message"]["content"]
 
 
+@pytest.mark.slow
 def test_choices_share_a_stream_whose_last_chunk_has_the_usage(stream, complete, chat):
     options = {"prompt": PROMPTS, "n": 2, "temperature": 1.0, "seed": 4, "ignore_eos": True}
     chunks = stream(COMPLETIONS, **options, max_tokens=5)

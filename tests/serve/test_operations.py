@@ -207,6 +207,7 @@ def test_stopped_server_finishes_running_requests():
     assert (done, code, remaining) == ("data: [DONE]", 0, "")
 
 
+@pytest.mark.slow
 def test_second_signal_ends_open_requests():
     body = LONG | {"max_tokens": 1900, "stream": True}
     with (
@@ -226,6 +227,7 @@ def test_second_signal_ends_open_requests():
     assert "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_requests_over_the_shutdown_timeout_get_an_error_and_no_traceback():
     whole = LONG | {"max_tokens": 1900}
     endless = json.dumps(whole | {"stream": True, "n": 8, "logprobs": 5})
@@ -270,6 +272,7 @@ def open_requests(server):
     return sum(map(float, found))
 
 
+@pytest.mark.slow
 def test_shutdown_counts_only_open_requests_and_tls_serves_https(certificate):
     with Server() as server:
         server.status("/version")  # from now on signals are handled
@@ -343,6 +346,7 @@ def test_banner_warns_of_an_open_address_without_keys(llm, options, keys, warns)
     assert ("Warning: no API key is set" in text) == warns
 
 
+@pytest.mark.slow
 def test_banner_names_the_longest_request_and_the_memory_of_the_whole_context():
     def lines(memory, **kv):
         kv = KVConfig(memory=memory, **kv)

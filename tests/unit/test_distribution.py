@@ -140,6 +140,7 @@ def without_packages(hidden: Sequence[str], code: str) -> subprocess.CompletedPr
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_server_without_its_extra_is_refused_before_the_model_is_loaded() -> None:
     code = "sys.argv = ['quire', 'serve', 'no such model']\nimport quire.cli.main as m\nm.run()"
     ran = without_packages(SERVER_PACKAGES, code)

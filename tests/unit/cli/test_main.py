@@ -37,6 +37,7 @@ def np_error() -> MemoryError:
     raise AssertionError("this machine has 256 PiB of memory")
 
 
+@pytest.mark.slow
 def test_help_names_every_command_and_loads_no_tensor_library():
     result = quire("--help")
     assert result.exit_code == 0

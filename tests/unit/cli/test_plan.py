@@ -742,6 +742,7 @@ def test_invalid_batch_is_refused(large: Path, more, message):
     assert message in result.output
 
 
+@pytest.mark.slow
 def test_memory_plan_does_not_load_torch(large: Path):
     code = f"""
 import sys

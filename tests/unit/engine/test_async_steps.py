@@ -911,6 +911,7 @@ def test_decode_step_over_coded_pages_waits_once(codec):
     check_waits(decoding_engine("llama", reads, [OPTIONS["greedy"]] * 3, codec=codec), reads)
 
 
+@pytest.mark.slow
 def test_steps_that_reallocate_page_tables_wait_once():
     reads = Reads()
     options = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)

@@ -120,6 +120,7 @@ def test_ranks_retain_what_one_rank_retains(architecture: str, evict: str) -> No
     assert leader.stats().evicted_tokens == alone.stats().evicted_tokens
 
 
+@pytest.mark.slow
 def test_ranks_evict_the_same_under_pressure_and_by_named_rules():
     kv = kv_config(memory=40 << 10, page_tokens=4, evict=f"{H2O},when=pressure")
     with rank_engines("llama_mha", kv, SCHEDULE) as engines:

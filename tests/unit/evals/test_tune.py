@@ -268,6 +268,7 @@ def test_a_rule_that_raises_is_refused_and_the_others_are_compared(tmp_path, dat
     assert "use more prompts" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_the_result_holds_more_requests_and_its_file_is_a_configuration(tmp_path, data):
     found, stderr = run(data, "--min-quality", "0.97")  # a near tie: one token of 36 may differ
 

@@ -135,6 +135,7 @@ def test_auto_on_a_gpu_is_triton_or_gathered_with_the_reason(gpu):
     assert selected() == ("gathered", "Triton is not installed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "dims"),
     [

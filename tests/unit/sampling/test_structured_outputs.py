@@ -706,6 +706,7 @@ def _around(inner):
 SCHEMAS = st.recursive(LEAVES, _around, max_leaves=5)
 
 
+@pytest.mark.slow
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
 @settings(max_examples=40, deadline=None)
 def test_output_of_a_random_schema_validates(llm, schema, seed):
