@@ -5,8 +5,8 @@
     python -m docs.board_page out/board --kvpress out/kvpress
                                                 writes docs/board-measured.md, chart and rows
 
-Further words are added to the line about the machine. A file such as docs/results/board.json can
-be named instead of a folder: the rows of kvpress are then replaced, and all others stay.
+Further words are added to the line about the machine. Files such as docs/results/board.json can be
+named instead of folders.
 """
 
 import json
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kvpress.run import KVPRESS, PressRun, press_lines
+from benchmarks.kvpress.run import Pair, PressRun, press_lines
 from quire.cli.report import write_files
 from quire.evals.board import pages
 from quire.evals.board.result import BoardResult
@@ -36,14 +36,12 @@ def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
     parser.add_argument("--kvpress", type=Path, help="folder of the benchmark kvpress, or its file")
     chosen = parser.parse_intermixed_args(arguments)
     run = read(chosen.run, "board.json")
-    if chosen.kvpress is not None:
-        run = with_kvpress(run, read(chosen.kvpress, "kvpress.json"))
     result = BoardResult.stored(run)
-    presses = run["arms"].get("presses")
+    presses = None if chosen.kvpress is None else read(chosen.kvpress, "kvpress.json")
     confirmed = [BoardResult.stored(each) for each in run["arms"].get("confirmed", ())]
     section = [
         *(pages.confirmed_lines(confirmed) if confirmed else ()),
-        *([] if presses is None else press_lines(result.rows, PressRun(**presses))),
+        *([] if presses is None else kvpress_lines(presses)),
     ]
     text = pages.page(result, run["config"]["model"], has_chart=True, section=section)
     files = {
@@ -51,6 +49,8 @@ def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
         f"images/{NAME}.svg": pages.chart(result),
         f"results/{NAME}.json": (json.dumps(run, indent=1) + "\n").encode(),
     }
+    if presses is not None:
+        files["results/kvpress.json"] = (json.dumps(presses, indent=1) + "\n").encode()
     write_files(docs, files)
 
 
@@ -61,21 +61,19 @@ def read(path: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def with_kvpress(run: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """A run with the rows of kvpress of another run, and what is known about that run.
-
-    Raises:
-        ConfigError: the runs have other prompts, or another full KV.
-    """
-    joined = BoardResult.stored(run).joined(BoardResult.stored(other))
-    count = sum(row.entry.source == KVPRESS for row in joined.rows)
-    about = {name: other[name] for name in ("commit", "versions", "hardware", "seconds")}
-    return {
-        **run,
-        "arms": joined.arms() | {"presses": other["arms"]["presses"]},
-        "claims": run["claims"] | {"kvpress_entries": count},
-        "kvpress_run": about,
-    }
+def kvpress_lines(run: Mapping[str, Any]) -> list[str]:
+    """The section about a run of the benchmark kvpress."""
+    about, hardware, config = dict(run["arms"]["presses"]), run["hardware"], run["config"]
+    about["pairs"] = [Pair.stored(one) for one in about["pairs"]]
+    heading, *lines = press_lines(BoardResult.stored(run).rows, PressRun(**about))
+    return [
+        heading,
+        "",
+        f"`bash runs/kvpress.sh`, commit {run['commit'][:7]}, {hardware['cpu']}, "
+        f"{hardware['cores']} cores, {config['loading']['dtype']}, {config['tokens']:,} tokens, "
+        f"{config['num_prompts']} prompts of each of {', '.join(config['tasks'])}.",
+        *lines,
+    ]
 
 
 def page(text: str, run: Mapping[str, Any], note: str = "") -> str:
@@ -86,24 +84,13 @@ def page(text: str, run: Mapping[str, Any], note: str = "") -> str:
         f"`bash runs/{NAME}.sh` ([guide](guides/evaluate.md#leaderboard)), "
         f"commit {run['commit'][:7]}, "
         f"torch {run['versions']['torch']}, {hardware['cpu']}, {hardware['cores']} cores, "
-        f"{config['loading']['dtype']}, {config['kv']['memory']:,} B of KV memory. "
-        f"{_kvpress_text(run)}{note}"
+        f"{config['loading']['dtype']}, {config['kv']['memory']:,} B of KV memory. {note}"
     )
     rest = rest.replace(f"]({pages.CHART_FILE})", f"](images/{NAME}.svg)")
     tasks = (f"`{one}` ({task_of(one).summary})" for one in config["tasks"])
     about = f"[Tasks](guides/evaluate.md): {'; '.join(tasks)}."
     model = MODELS.get(config["model"], config["model"])
     return f"# {HEADING} {model}\n\n{made.rstrip()}\n\n{about}\n{rest}"
-
-
-def _kvpress_text(run: Mapping[str, Any]) -> str:
-    about = run.get("kvpress_run")
-    if about is None:
-        return ""
-    return (
-        f"Rows of [kvpress](#presses-of-kvpress): `bash runs/kvpress.sh`, commit "
-        f"{about['commit'][:7]}, {about['hardware']['cpu']}, {about['hardware']['cores']} cores. "
-    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# kvpress's presses on the prompts of runs/board.sh, in the environment of QUIRE_KVPRESS_PYTHON:
+# Ten presses of kvpress and the rules of Quire of the same methods on SmolLM2, in float32, with the prompts of
+# runs/board.sh. kvpress runs in the environment of QUIRE_KVPRESS_PYTHON:
 #     python3 -m venv build/kvpress && build/kvpress/bin/pip install torch==2.13.0 && build/kvpress/bin/pip install kvpress==0.5.5 gguf
 #     QUIRE_KVPRESS_PYTHON=build/kvpress/bin/python bash runs/kvpress.sh
 # The same command goes on after an interruption. Last line of output: one JSON object. Folder: KVPRESS_OUT.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 : "${QUIRE_KVPRESS_PYTHON:?expected the Python of an environment with kvpress; the comment of this script builds one}"
-exec .venv/bin/python -m benchmarks kvpress quire-tiny --kv-memory 8MiB --dtype float32 --num-prompts 5 \
+exec .venv/bin/python -m benchmarks kvpress smollm2 --kv-memory 3GiB --max-num-seqs 32 --dtype float32 --budgets 50% --num-prompts 15 \
     --python "$QUIRE_KVPRESS_PYTHON" --out "${KVPRESS_OUT:-out/kvpress}" --json "$@"

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.common.flags import AsJson
-from benchmarks.kvpress.run import KVPRESS, PRESSES, chosen_presses
+from benchmarks.kvpress.run import KVPRESS, SAME_METHOD, chosen_presses
 from quire.cli.board import board_runner
 from quire.cli.common import split_numbers, split_texts
 from quire.cli.evaluate_run import json_bytes
@@ -15,8 +15,9 @@ from quire.cli.options import KV, MODEL, SCHEDULE
 from quire.cli.report import envelope, prepare_folder, print_json, write_files
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
-from quire.evals.board.grid import FULL, NO_CODEC, Grid
+from quire.evals.board.grid import NO_CODEC, Grid
 from quire.evals.pace import Pace
+from quire.layout.eviction import PREFILL_END
 
 RESULT_FILE = "kvpress.json"
 _GRID = Grid()
@@ -27,34 +28,37 @@ def kvpress(  # noqa: PLR0913 - one parameter per option
     *,
     settings: Settings,
     python: Annotated[Path, typer.Option(help="Python of an environment with kvpress.")],
+    rules: Annotated[
+        str, typer.Option(help="Rules of Quire without cap, separated by semicolons.")
+    ] = ";".join(SAME_METHOD),
     presses: Annotated[
         str, typer.Option(help="Presses with their options, separated by semicolons.")
-    ] = ";".join(PRESSES),
+    ] = ";".join(SAME_METHOD.values()),
     budgets: Annotated[
         str, typer.Option(help="Caps as fractions of the prompt, separated by commas.")
     ] = ",".join(_GRID.budgets),
-    schedules: Annotated[str, typer.Option(help="When to evict.")] = ",".join(_GRID.schedules),
+    schedules: Annotated[str, typer.Option(help="When to evict.")] = PREFILL_END,
     tasks: Annotated[
         str, typer.Option(help="Tasks with generated prompts.")
-    ] = "repeats,retold,majority,lines",
-    tokens: Annotated[int, typer.Option(help="Length of the prompts.")] = 256,
-    num_prompts: Annotated[int, typer.Option(help="Prompts of each task and seed.")] = 10,
-    seeds: Annotated[str, typer.Option(help="Seeds of the prompts.")] = "1,2",
+    ] = "niah,facts,quote,repeats,labels",
+    tokens: Annotated[int, typer.Option(help="Length of the prompts.")] = 1024,
+    num_prompts: Annotated[int, typer.Option(help="Prompts of each task and seed.")] = 30,
+    seeds: Annotated[str, typer.Option(help="Seeds of the prompts.")] = "1",
     out: Annotated[
         Path, typer.Option(help="Folder for the result and the cells; a later run continues there.")
     ] = Path("out/kvpress"),
     as_json: AsJson = False,
 ) -> None:
-    """Run presses of kvpress on the prompts of `quire board`, and full KV for comparison.
+    """Run presses of kvpress, and the rules of Quire of the same methods on the same prompts.
 
-    `python -m docs.board_page` adds the rows to those of a leaderboard with the same prompts.
+    `python -m docs.board_page` adds a section to the page of the leaderboard.
     """
     from benchmarks.kvpress.run import PressProcess, PressRunner, model_message, result_of
     from quire.evals.board.run import BoardConfig
     from quire.evals.suite.registry import task_of
 
     grid = Grid(
-        rules=(FULL,),
+        rules=split_texts(rules, ";"),
         budgets=split_texts(budgets, ","),
         schedules=split_texts(schedules, ","),
         codecs=(NO_CODEC,),
@@ -65,6 +69,7 @@ def kvpress(  # noqa: PLR0913 - one parameter per option
         tokens=tokens,
         count=num_prompts,
         seeds=split_numbers("--seeds", seeds),
+        shares_prefill=True,
         sanity=False,
     )
     for task in config.tasks:
@@ -91,12 +96,14 @@ def kvpress(  # noqa: PLR0913 - one parameter per option
                 stored=runner.stored,
                 report=pace.report,
             )
-            found = result_of(press_runner.run(runner.run()))
-            about = press_runner.about
+            board = press_runner.run(runner.run())
+            found, about = result_of(board), press_runner.about(board)
     count = sum(row.entry.source == KVPRESS for row in found.rows)
     arms = found.arms() | {"presses": asdict(about)}
     options = settings.as_dict() | found.options()
-    result = envelope("kvpress", {"kvpress_entries": count}, arms, options)
+    result = envelope(
+        "kvpress", {"kvpress_entries": count, "pairs": len(about.pairs)}, arms, options
+    )
     write_files(out, {RESULT_FILE: json_bytes(result)})
     if as_json:
         print_json(result)

@@ -8,8 +8,8 @@ the syntax of eviction rules, with kvpress's class and options:
     SnapKVPress:window_size=16
     AdaKVPress:press=(SnapKVPress:window_size=16),alpha_safeguard=0.2
 
-Windows and lags of the default presses are those of the leaderboard's own rules: kvpress's defaults
-(64 and 128) exceed an eighth of 256 tokens. All other options have kvpress's defaults.
+By default the presses of `SAME_METHOD` run beside the rules of the same method, on equal prompts in
+equal precision; all options have kvpress's defaults.
 """
 
 import json
@@ -27,8 +27,9 @@ import torch
 from quire.api.llm import LLM
 from quire.errors import ConfigError, RequestError
 from quire.evals.board.grid import NO_CODEC, BoardEntry, Grid
-from quire.evals.board.result import BoardResult, Row
+from quire.evals.board.result import BoardResult, Row, values_of
 from quire.evals.board.run import Board, BoardConfig
+from quire.evals.intervals import DIFFERENCE, Mean, mean_of
 from quire.evals.pace import Report
 from quire.evals.suite.base import EvalTask, Sample
 from quire.evals.suite.cells import CellFolder, CellResult, PromptResult
@@ -42,20 +43,20 @@ from quire.sampling.detokenizer import Detokenizer, StopChecker
 
 KVPRESS = "kvpress"
 """Source of the entries."""
-_SNAP = "SnapKVPress:window_size=16"
 
-PRESSES = (
-    *("KnormPress", "RandomPress:seed=1", "StreamingLLMPress", _SNAP),
-    *("PyramidKVPress:window_size=16", "TOVAPress", "ObservedAttentionPress", "KeyDiffPress"),
-    *("LagKVPress:lag_size=8", "ExpectedAttentionPress", "CURPress", "LeverageScorePress"),
-    *("NonCausalAttnPress", "CompactorPress", "CapPress", "KVzipPress", "KVgradPress"),
-    *("KVComposePress", f"AdaKVPress:press=({_SNAP})", f"CriticalKVPress:press=({_SNAP})"),
-    *(f"CriticalAdaKVPress:press=({_SNAP})", f"ChunkKVPress:press=({_SNAP})"),
-    *(f"EntropyGatedChunkKVPress:press=({_SNAP})", "BlockPress:press=(KeyDiffPress),block_size=32"),
-    *("ChunkPress:press=(KeyDiffPress),chunk_length=64", f"MergingPress:press=({_SNAP})"),
-    *("KeyRerotationPress:press=(StreamingLLMPress)", "CAMPress:base_press=(TOVAPress)"),
-)
-"""Presses that run by default: all of kvpress 0.5.5 that set a budget and need no other files."""
+SAME_METHOD: Mapping[str, str] = {
+    "sinks": "StreamingLLMPress",
+    "average": "ObservedAttentionPress",
+    "snapkv:window=64": "SnapKVPress",
+    "snapkv:window=64,budget=ada": "AdaKVPress:press=(SnapKVPress)",
+    "criticalkv:base=(snapkv:window=64)": "CriticalKVPress:press=(SnapKVPress)",
+    "tova": "TOVAPress",
+    "keydiff": "KeyDiffPress",
+    "knorm": "KnormPress",
+    "lagkv": "LagKVPress",
+    "expected_attention": "ExpectedAttentionPress",
+}
+"""Presses of the same method, by the rules of Quire."""
 
 SCHEDULES = (PREFILL_AND_DECODE, PREFILL_END, DECODE)
 """Values of `when` that kvpress has: by a prefill press, a decoding press, or both."""
@@ -334,10 +335,59 @@ class PressRun:
     Attributes:
         versions: of the packages of the other environment.
         left_out: why presses did not run, by name.
+        pairs: rules with the press of the same method.
     """
 
     versions: Mapping[str, str]
     left_out: Mapping[str, str]
+    pairs: Sequence["Pair"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A rule and the press of the same method on the same prompts, at `prefill_end`.
+
+    Attributes:
+        quality: mean score of the rule over the tasks.
+        press_quality: that of the press.
+        difference: mean over the tasks of score minus the press's, paired by prompt.
+        equal: prompts with equal scores.
+    """
+
+    rule: str
+    press: str
+    budget: str
+    quality: float
+    press_quality: float
+    difference: Mean
+    equal: int
+
+    @classmethod
+    def stored(cls, values: Mapping[str, Any]) -> "Pair":
+        return cls(**values | {"difference": Mean(**values["difference"])})
+
+
+def pairs_of(board: Board) -> list[Pair]:
+    """Compare the rules of `SAME_METHOD` with their presses. Each task has as many prompts."""
+    found = []
+    for own, cells in board.cells.items():
+        press = SAME_METHOD.get(own.rule, "")
+        other = board.cells.get(entry_of(press, own.budget, own.schedule))
+        if other is None or own.codec != NO_CODEC or own.schedule != PREFILL_END:
+            continue
+        ours, theirs = (np.concatenate([values_of(c) for c in one]) for one in (cells, other))
+        found.append(
+            Pair(
+                rule=own.rule,
+                press=press,
+                budget=own.budget,
+                quality=float(ours.mean()),
+                press_quality=float(theirs.mean()),
+                difference=mean_of((ours - theirs).tolist(), limits=DIFFERENCE),
+                equal=int((ours == theirs).sum()),
+            )
+        )
+    return found
 
 
 class PressRunner:
@@ -395,12 +445,12 @@ class PressRunner:
                 )
         return replace(board, cells=cells, refused=refused)
 
-    @property
-    def about(self) -> PressRun:
-        """The other environment, and the presses that do not run."""
+    def about(self, board: Board) -> PressRun:
+        """The other environment, the presses that do not run, and the pairs of a leaderboard."""
         return PressRun(
             versions=self._process.versions,
             left_out=left_out(self._process.names, self._presses),
+            pairs=pairs_of(board),
         )
 
     def _check_environment(self, full: Sequence[CellResult]) -> None:
@@ -569,17 +619,6 @@ def _total(cell: CellResult) -> float:
 _SLACK = 0.05
 """Retained bytes may exceed the visible keys by this fraction of full KV in a press that frees."""
 
-SAME_METHOD: Mapping[str, str] = {
-    "sinks": "StreamingLLMPress",
-    "average": "ObservedAttentionPress",
-    "snapkv:window=16": "SnapKVPress:window_size=16",
-    "tova": "TOVAPress",
-    "keydiff": "KeyDiffPress",
-    "lagkv:lag=8": "LagKVPress:lag_size=8",
-    "expected_attention": "ExpectedAttentionPress",
-}
-"""Presses of the same method by the rules of Quire; equal on `prefill_end` but for rounding."""
-
 
 def frees_memory(row: Row) -> bool:
     """Whether the memory of removed tokens was freed after the prefill; else they were masked."""
@@ -597,17 +636,6 @@ def press_lines(rows: Sequence[Row], about: PressRun) -> list[str]:
     """
     from benchmarks.common.rendering import environment
 
-    found = {
-        (row.entry.rule, row.entry.budget): row
-        for row in rows
-        if row.entry.schedule == PREFILL_END and row.entry.codec == NO_CODEC
-    }
-    pairs = [
-        (found[rule, budget], found[press, budget])
-        for rule, name in SAME_METHOD.items()
-        for press, budget in found
-        if press == f"{KVPRESS}/{name}" and (rule, budget) in found
-    ]
     left_out: dict[str, list[str]] = {}
     for name, why in about.left_out.items():
         left_out.setdefault(why, []).append(name)
@@ -618,8 +646,8 @@ def press_lines(rows: Sequence[Row], about: PressRun) -> list[str]:
         checked_prompts=CHECKED_PROMPTS,
         presses=[row for row in rows if row.entry.source == KVPRESS],
         frees_memory=frees_memory,
-        pairs=pairs,
-        equal=sum(own.scores == other.scores for own, other in pairs),
+        pairs=about.pairs,
+        apart=sum(not one.difference.low <= 0 <= one.difference.high for one in about.pairs),
         left_out=left_out,
     )
     return text.splitlines()

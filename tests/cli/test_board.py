@@ -4,7 +4,6 @@ import re
 import pytest
 
 from docs import board_page
-from quire.evals.board.result import BoardResult
 
 LINE = """board quire-tiny --kv-memory 8MiB --tasks repeats --num-prompts 3 --seeds 1 --tokens 200
     --no-sanity-check --json --no-share-prefill"""
@@ -92,27 +91,22 @@ def test_the_documents_get_page_chart_and_rows(quire, tmp_path):
     assert rows["arms"] == last_line(run)["arms"]
 
 
-def test_the_documents_get_the_rows_of_kvpress_of_another_run(tmp_path):
-    stored = board_page.DOCS / "results" / "board.json"
+def test_the_documents_get_a_section_about_a_run_of_kvpress(tmp_path):
+    stored, other = board_page.DOCS / "results" / "board.json", tmp_path / "kvpress.json"
     run = json.loads(stored.read_text(encoding="utf-8"))
-    rows = [row for row in run["arms"]["rows"] if row["entry"].get("source") != "kvpress"]
-    plain = {name: value for name, value in run.items() if name != "kvpress_run"}
-    arms = {name: value for name, value in run["arms"].items() if name != "presses"}
-    for folder in ("board", "images", "results"):
+    presses = {"versions": {"kvpress": "0.5"}, "left_out": {}, "pairs": []}
+    other.write_text(json.dumps(run | {"arms": run["arms"] | {"presses": presses}}))
+    for folder in ("images", "results"):
         (tmp_path / folder).mkdir()
-    without = plain | {"arms": arms | {"rows": rows, "refused": {}}}
-    (tmp_path / "board" / "board.json").write_text(json.dumps(without))
 
-    arguments = [str(tmp_path / "board"), "--kvpress", str(stored), "beside", "other work"]
-    board_page.main(arguments, tmp_path)
+    board_page.main([str(stored), "--kvpress", str(other), "beside", "other work"], tmp_path)
 
-    written = json.loads((tmp_path / "results" / "board.json").read_text(encoding="utf-8"))
-    intervals = {"rows": BoardResult.stored(run).arms()["rows"]}  # exact where all are equal
-    assert written["arms"] == {"entries_left": 0, **run["arms"], **intervals}
-    assert written["claims"]["kvpress_entries"] == len(run["arms"]["rows"]) - len(rows)
     page = (tmp_path / "board-measured.md").read_text(encoding="utf-8")
-    assert "Rows of [kvpress](#presses-of-kvpress): `bash runs/kvpress.sh`" in page
+    assert "\n## Presses of kvpress\n\n`bash runs/kvpress.sh`, commit" in page
+    assert "another environment (kvpress 0.5)" in page
     assert ". beside other work\n" in page
+    copied = json.loads((tmp_path / "results" / "kvpress.json").read_text(encoding="utf-8"))
+    assert copied["arms"]["presses"] == presses
 
 
 @pytest.mark.slow

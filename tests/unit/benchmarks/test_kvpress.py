@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,12 +19,14 @@ from benchmarks.kvpress import worker as worker_module
 from benchmarks.kvpress.run import (
     CHECKED_PROMPTS,
     KVPRESS,
-    PRESSES,
+    SAME_METHOD,
+    Pair,
     PressProcess,
     PressRunner,
     chosen_presses,
     entry_of,
     frees_memory,
+    pairs_of,
     press_lines,
     removed_of,
     result_of,
@@ -36,7 +38,6 @@ from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 from quire.evals.board.grid import BoardEntry, Grid
 from quire.evals.board.pages import chart, page
-from quire.evals.board.result import BoardResult
 from quire.evals.board.run import BoardConfig, BoardRunner
 from quire.evals.pace import Pace
 from quire.evals.suite.cells import CellFolder
@@ -96,7 +97,8 @@ def run_presses(llm, full, folder, python=None):
         options = {"grid": GRID, "samples": runner.samples, "identity": ()}
         options |= {"stored": CellFolder(folder), "report": lambda line: None}
         press_runner = PressRunner(process, llm, CONFIG, TESTED, **options)
-        return press_runner.run(board), press_runner.about
+        found = press_runner.run(board)
+        return found, press_runner.about(found)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +115,7 @@ def test_presses_are_read_as_nested_texts_and_caps_as_removed_fractions():
         "name": "AdaKVPress",
         "options": {"press": SNAP, "alpha_safeguard": 0.5, "a": True, "b": "key"},
     }
-    assert all(spec_of(text)["name"] for text in PRESSES)
+    assert all(spec_of(text)["name"] for text in SAME_METHOD.values())
     for text in ("Snap KV", "SnapKVPress:window_size", "A:press=(B:(c=1)"):
         with pytest.raises(ConfigError, match=r"expected|parentheses"):
             chosen_presses(text, ("25%",))
@@ -174,39 +176,40 @@ def test_pages_show_which_presses_free_memory_and_compare_rules(pressed):
     assert "| `kvpress/KnormPress` | 25% | prefill_end | `none` | 0.000" in text
     assert b"kvpress, prefill_end" in chart(result)
 
-    [press] = [row for row in result.rows if str(row.entry) == "kvpress/KnormPress 50% prefill_end"]
-    entries = [entry_of(name, "50%", "prefill_end") for name in ("TOVAPress", "KeyDiffPress")]
-    rules = ("sinks", "keydiff", "tova")
-    entries += [BoardEntry(name, "50%", "prefill_end", "none") for name in rules]
-    rows = [replace(press, entry=entry) for entry in entries]
-    rows[3] = replace(rows[3], scores={TASK: 0.5})
-
-    text = "\n".join(press_lines([*result.rows, *rows], about))
-
-    assert "1 of 2 pairs have equal scores on every task" in text
-    assert "| `tova` | `TOVAPress` | 50% | 0.000 | 0.000 |" in text
-    assert "The same method" not in "\n".join(press_lines(result.rows, about))
+    assert "The same method" not in section
 
 
-def test_rows_of_another_run_are_added_if_full_kv_is_the_same(full, pressed):
-    plain, result = BoardResult.of(full[0]), result_of(pressed[0])
-    written = json.dumps({"arms": result.arms(), "config": result.options()})
-    stored = BoardResult.stored(json.loads(written))
+def test_rules_are_compared_with_the_presses_of_their_method_prompt_by_prompt(pressed):
+    board, about, _ = pressed
+    [full] = board.cells[CONFIG.reference]
+    [knorm] = board.cells[entry_of("KnormPress", "50%", "prefill_end")]
+    others = {
+        BoardEntry(rule, "50%", when, codec): [full] * 3  # of three tasks
+        for rule, when, codec in (
+            ("knorm", "prefill_end", "none"),
+            ("knorm", "decode", "none"),  # another schedule
+            ("knorm", "prefill_end", "int8"),
+            ("tova", "prefill_end", "none"),  # its press did not run
+        )
+    }
+    others[entry_of("KnormPress", "50%", "prefill_end")] = [knorm] * 3
+    mixed = replace(knorm, prompts=(*knorm.prompts[:1], *full.prompts[1:]))
+    others[BoardEntry("knorm", "25%", "prefill_end", "none")] = [mixed]
 
-    joined = plain.joined(stored)
+    pairs = pairs_of(replace(board, cells={**board.cells, **others}))
 
-    assert joined.arms() == result.arms() == stored.arms()
-    assert joined.joined(stored).arms() == joined.arms()  # not twice
-    earlier = replace(joined, refused={"kvpress/Gone": "why", "--kv-codec none": "why"})
-    assert earlier.joined(stored).refused == {"--kv-codec none": "why", **joined.refused}
-    with pytest.raises(ConfigError, match="rows of another source, got one without"):
-        plain.joined(plain)
-    with pytest.raises(ConfigError, match="same prompts and the same full KV"):
-        plain.joined(replace(stored, tokens=512))
+    found = {one.budget: (one.quality, one.press_quality, one.equal) for one in pairs}
+    assert found == {"50%": (1.0, 0.0, 0), "25%": (pytest.approx(2 / 3), 0.0, 1)}
+    assert pairs[0].difference.low > 0
+    assert pairs[1].difference.low <= 0 < pairs[1].difference.mean
+    assert Pair.stored(json.loads(json.dumps(asdict(pairs[0])))) == pairs[0]
+    text = "\n".join(press_lines([], replace(about, pairs=pairs)))
+    assert "1 of 2 intervals do not contain 0" in text
+    assert "| `knorm` | `KnormPress` | 50% | 1.000 | 0.000 | +1.000 (" in text
 
 
 SMALL = """kvpress quire-tiny --kv-memory 8MiB --dtype float32 --tasks repeats --budgets 50%
-    --schedules prefill_end --num-prompts 3 --seeds 1 --tokens 200 --json"""
+    --rules knorm --schedules prefill_end --num-prompts 3 --seeds 1 --tokens 200 --json"""
 
 
 def invoke(*arguments):
@@ -220,7 +223,7 @@ def test_the_command_writes_rows_that_a_leaderboard_takes(llm, full, tmp_path):
 
     assert run.exit_code == 0, run.stderr
     result = json.loads(run.stdout.splitlines()[-1])
-    assert result["claims"] == {"kvpress_entries": 1}
+    assert result["claims"] == {"kvpress_entries": 1, "pairs": 1}
     assert result["arms"]["presses"]["versions"] == {"kvpress": "0"}
     stored = json.loads((tmp_path / "out" / "kvpress.json").read_text(encoding="utf-8"))
     assert stored["arms"] == result["arms"]

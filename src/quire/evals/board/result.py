@@ -1,7 +1,4 @@
-"""The result of a leaderboard: what its pages show and its JSON stores.
-
-`joined` adds the rows of another source, such as kvpress, that ran the same prompts.
-"""
+"""The result of a leaderboard: what its pages show and its JSON stores."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import ConfigError
-from quire.evals.board.grid import FULL, QUIRE, BoardEntry
+from quire.evals.board.grid import FULL, BoardEntry
 from quire.evals.board.run import Board
 from quire.evals.intervals import RESAMPLES, Mean, bounded
 from quire.evals.suite.base import MIN_FULL
@@ -98,7 +94,7 @@ def _row(
     tasks: Sequence[str],
 ) -> Row:
     judged = [
-        (_values(cell), _values(full))
+        (values_of(cell), values_of(full))
         for cell, full in zip(cells, reference, strict=True)
         if cell.task in tasks
     ]
@@ -175,10 +171,10 @@ def best_of_classes(rows: Sequence[Row], count: int) -> list[BoardEntry]:
 
 
 def _score(cell: CellResult) -> float:
-    return float(_values(cell).mean())
+    return float(values_of(cell).mean())
 
 
-def _values(cell: CellResult) -> NDArray[np.float64]:
+def values_of(cell: CellResult) -> NDArray[np.float64]:
     """Scores of which more is better: for text, the mean probability of a token (geometric)."""
     first = cell.metrics[0]
     found = np.asarray(cell.values(first), dtype=np.float64)
@@ -285,29 +281,3 @@ class BoardResult:
             # earlier runs evicted the question with the context
             evict_before_question=config.get("evict_before_question", False),
         )
-
-    def joined(self, other: "BoardResult") -> "BoardResult":
-        """This result with the rows of other sources in another run, instead of its own."""
-        added = [row for row in other.rows if row.entry.source != QUIRE]
-        if not added:
-            raise ConfigError("expected a run with rows of another source, got one without")
-        own, others = self._comparable(), other._comparable()
-        if own != others:
-            raise ConfigError(
-                f"expected a run with the same prompts and the same full KV, {own}, got {others}: "
-                "use the same model and options in both runs"
-            )
-        retained = [row for row in self.rows if row.entry.source == QUIRE]
-        sources = tuple({f"{row.entry.source}/" for row in added})
-        refused = {
-            text: why
-            for run in (self, other)
-            for text, why in run.refused.items()
-            if text.startswith(sources) == (run is other)
-        }
-        return replace(self, rows=ranked([*retained, *added]), refused=refused)
-
-    def _comparable(self) -> dict[str, object]:
-        full = self.reference
-        measured = {"scores": dict(full.scores), "kv_peak_bytes": full.kv_peak_bytes}
-        return {**self.options(), **measured}
