@@ -109,6 +109,22 @@ def test_the_documents_get_a_section_about_a_run_of_kvpress(tmp_path):
     assert copied["arms"]["presses"] == presses
 
 
+def test_entries_read_few_pages_and_all_pages_give_the_outputs_of_full_kv(quire, tmp_path):
+    rules = ("off", "quest:pages=6", "quest:pages=99")
+    options = ("--rules", "sinks", "--sparse", ";".join(rules), "--tasks", "repeats,perplexity")
+    line = [each for each in SMALL if each != "--no-share-prefill"]
+    run = quire(*line, *options, "--tokens", "400", "--out", tmp_path)
+
+    assert run.exit_code == 0, run.stderr
+    rows = last_line(run)["arms"]["rows"]
+    found = {(row["entry"]["rule"], row["entry"]["sparse"]): row["scores"] for row in rows}
+    assert found.keys() == {(rule, sparse) for rule in ("full", "sinks") for sparse in rules}
+    full = found["full", "off"]
+    assert found["full", "quest:pages=99"] == full != found["full", "quest:pages=6"]
+    assert "| `full, quest:pages=6` | 100% |" in page_of(tmp_path)
+    assert "--evict full --sparse quest:pages=6: perplexity" in run.stderr
+
+
 @pytest.mark.slow
 def test_the_best_entries_are_confirmed_with_more_prompts_and_other_lengths(quire, tmp_path):
     grids = tmp_path / "grids.toml"

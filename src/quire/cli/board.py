@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from quire.evals.board.run import BoardConfig, BoardRunner
 
 RESULT_FILE = "board.json"
-_GRID, _GRID_OPTIONS = Grid(), ("rules", "budgets", "schedules", "codecs")
+_GRID, _GRID_OPTIONS = Grid(), ("rules", "budgets", "schedules", "codecs", "sparse")
 _SHOWN = 20
 _QUICK = (
     Grid(rules=("recent:sinks=4", "snapkv", "keydiff"), budgets=("50%",), codecs=("none",)),
@@ -60,10 +60,15 @@ class BoardFlags:
         help="KV codecs; full KV with the first one is the reference.",
         common=True,
     )
+    sparse: str = option(
+        ";".join(_GRID.sparse),
+        help="Pages that decode steps read: values of --sparse of quire serve, separated by "
+        "semicolons.",
+    )
     grids: Path | None = option(
         None,
-        help="TOML file of several grids: tables [[grid]] with rules, budgets, schedules and "
-        "codecs. It replaces these four options.",
+        help="TOML file of several grids: tables [[grid]] with rules, budgets, schedules, codecs "
+        "and sparse. It replaces these five options.",
         metavar="FILE",
     )
     quick: bool = option(False, help="Run 10 entries instead of the grid.", common=True)
@@ -105,7 +110,7 @@ class BoardFlags:
     as_json: bool = json_option()
 
 
-@with_settings(MODEL, SEARCHED_KV, SCHEDULE, defaults=NO_AUTO)
+@with_settings(MODEL, SEARCHED_KV.without("sparse"), SCHEDULE, defaults=NO_AUTO)
 def board(settings: Settings, *, flags: BoardFlags) -> None:
     """Compare eviction rules, budgets, schedules and KV codecs on equal prompts.
 
@@ -122,6 +127,7 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
         budgets=split_texts(flags.budgets, ","),
         schedules=split_texts(flags.schedules, ","),
         codecs=split_texts(flags.codecs, ","),
+        sparse=split_texts(flags.sparse, ";"),
     )
     if flags.quick:
         refuse_ignored(flags, "grids", *_GRID_OPTIONS, because="with --quick")
@@ -249,7 +255,7 @@ def _show(found: "BoardResult", out: Path) -> None:
     rows = found.rows
     shown = [
         (
-            row.entry.rule,
+            row.entry.name,
             row.entry.budget or "100%",
             row.entry.schedule,
             row.entry.codec,

@@ -39,8 +39,9 @@ def question_option() -> Any:
     """`--evict-before-question` of `run` and of `quire board`."""
     return option(
         None,
-        help="Evict the KV of the context before the question is computed. Default: only with "
-        "when=prefill_end, where else the first output token is that of full KV.",
+        help="Evict the KV of the context before the question is computed, and compute it in "
+        "decode steps. Default: only with when=prefill_end and with --sparse, where else the first "
+        "output token is that of full KV.",
     )
 
 

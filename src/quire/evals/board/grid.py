@@ -9,6 +9,7 @@ from typing import Any
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnknownName
 from quire.layout.eviction import PREFILL_AND_DECODE, PREFILL_END, SCHEDULES
+from quire.layout.sparse import OFF
 
 FULL = "full"
 NO_CODEC = "none"
@@ -26,6 +27,7 @@ class BoardEntry:
     schedule: str  # when to evict; empty with `full`
     codec: str
     source: str = QUIRE  # whose code runs: `quire`, or another library in a comparison with it
+    sparse: str = OFF  # pages that a decode row reads
 
     @property
     def evict(self) -> str:
@@ -37,13 +39,19 @@ class BoardEntry:
         separator = "," if ":" in self.rule else ":"
         return f"{self.rule}{separator}cap={self.budget},when={self.schedule}"
 
+    @property
+    def name(self) -> str:
+        """The rule with the pages that are read of its tokens."""
+        return self.rule if self.sparse == OFF else f"{self.rule}, {self.sparse}"
+
     def applied(self, kv: KVConfig) -> KVConfig:
-        return replace(kv, codec=self.codec, evict=self.evict)
+        return replace(kv, codec=self.codec, evict=self.evict, sparse=self.sparse)
 
     def __str__(self) -> str:
         if self.source != QUIRE:
             return f"{self.rule} {self.budget} {self.schedule}"
-        return f"--kv-codec {self.codec} --evict {self.evict}"
+        sparse = "" if self.sparse == OFF else f" --sparse {self.sparse}"
+        return f"--kv-codec {self.codec} --evict {self.evict}{sparse}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +65,10 @@ class Grid:
     budgets: tuple[str, ...] = ("25%", "50%", "75%")  # caps as fractions of the prompt
     schedules: tuple[str, ...] = (PREFILL_END, PREFILL_AND_DECODE)  # values of `when`
     codecs: tuple[str, ...] = ("none", "int8")
+    sparse: tuple[str, ...] = (OFF,)  # values of --sparse
 
     def __post_init__(self) -> None:
-        for name in ("budgets", "schedules", "codecs"):
+        for name in ("budgets", "schedules", "codecs", "sparse"):
             if not getattr(self, name):
                 raise ConfigError(f"--{name} has no values: name at least one, or leave it out")
         for budget in self.budgets:
@@ -73,9 +82,14 @@ class Grid:
 
     def entries(self) -> tuple[BoardEntry, ...]:
         """Full KV with each codec, then all combinations."""
-        full = tuple(BoardEntry(FULL, "", "", codec) for codec in self.codecs)
+        full = tuple(
+            BoardEntry(FULL, "", "", codec, sparse=sparse)
+            for sparse in self.sparse
+            for codec in self.codecs
+        )
         return full + tuple(
-            BoardEntry(rule, budget, schedule, codec)
+            BoardEntry(rule, budget, schedule, codec, sparse=sparse)
+            for sparse in self.sparse
             for codec in self.codecs
             for schedule in self.schedules
             for budget in self.budgets
@@ -87,7 +101,7 @@ class Grid:
 def entries_of(*grids: Grid) -> tuple[BoardEntry, ...]:
     """The entries of all grids, each once; full KV first: the first codec is the reference's."""
     found = dict.fromkeys(entry for grid in grids for entry in grid.entries())
-    return tuple(sorted(found, key=lambda entry: entry.rule != FULL))
+    return tuple(sorted(found, key=lambda entry: (entry.rule != FULL, entry.sparse != OFF)))
 
 
 def read_grids(path: Path) -> tuple[Grid, ...]:

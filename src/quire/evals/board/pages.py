@@ -113,7 +113,7 @@ def confirmed_lines(boards: Sequence[BoardResult]) -> Iterator[str]:
         own = [rows.get(entry) for rows in found]  # None: refused at this length, or no time left
         cells = ["none" if one is None else _interval(one.quality) for one in own]
         yield (
-            f"| `{entry.rule}` | {entry.budget or '100%'} | {entry.schedule} | `{entry.codec}` | "
+            f"| `{entry.name}` | {entry.budget or '100%'} | {entry.schedule} | `{entry.codec}` | "
             f"{row.kv_share:.3f} | {' | '.join(cells)} |"
         )
     yield ""
@@ -155,7 +155,7 @@ def _rule_lines(rows: Sequence[Row]) -> Iterator[str]:
 def _rule_text(row: Row) -> str:
     entry, mark = row.entry, "**" if row.quality.low >= WANTED else ""
     return (
-        f"`{entry.rule}` ({entry.schedule}, {entry.codec}) {mark}{_interval(row.quality)}{mark}, "
+        f"`{entry.name}` ({entry.schedule}, {entry.codec}) {mark}{_interval(row.quality)}{mark}, "
         f"KV {row.kv_share:.3f}"
     )
 
@@ -181,7 +181,7 @@ def _table(result: BoardResult) -> Iterator[str]:
         speed = "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}"
         speed = f"{speed} | " * has_speed
         yield (
-            f"| `{entry.rule}` | {entry.budget or '100%'} | {entry.schedule} | `{entry.codec}` | "
+            f"| `{entry.name}` | {entry.budget or '100%'} | {entry.schedule} | `{entry.codec}` | "
             f"{_interval(row.quality)} | "
             f"{row.kv_share:.3f} | {speed}{scores} | "
             f"{'yes' if row.is_unbeaten else ''} |"
@@ -245,5 +245,5 @@ def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _name(row: Row) -> str:
-    rule = row.entry.rule if row.entry.rule == FULL else f"{row.entry.rule} {row.entry.budget}"
+    rule = row.entry.name if row.entry.rule == FULL else f"{row.entry.name} {row.entry.budget}"
     return f"{rule}, {row.entry.codec}" if row.entry.source == QUIRE else rule

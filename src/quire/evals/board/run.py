@@ -45,7 +45,7 @@ class BoardConfig:
     evict_before_question: bool | None = None  # as in `SampleRunner`
 
     def __post_init__(self) -> None:
-        if not self.entries or self.entries[0].rule != FULL:
+        if not self.entries or self.entries[0].name != FULL:
             raise ConfigError("expected full KV as the first entry of a leaderboard")
         if not self.tasks:
             raise ConfigError("expected at least one task, got none: add --tasks")
@@ -96,7 +96,8 @@ class BoardRunner:
         self._engines, self._kv, self._config = engines, kv, config
         self._identity, self.stored, self._pace = identity, stored, pace
         self._samples: dict[str, list[Sample]] = {}
-        self._engine_rules: dict[str, list[list[str]]] = {}  # of each codec
+        # of each codec and value of --sparse
+        self._engine_rules: dict[tuple[str, str], list[list[str]]] = {}
 
     def reference(self) -> LLM:
         return self._engines.of(self._config.reference.applied(self._kv))
@@ -154,7 +155,7 @@ class BoardRunner:
                 # statistics of the newest queries start from any cached prefix: they need no copies
                 names = tuple(one.name for one in rule.statistics if one.newest is None)
                 shared = (rule.policy is not None and rule.policy.rerotates_keys, names)
-            key = (entry.codec, shared) if self._config.shares_prefill else entry
+            key = (entry.codec, entry.sparse, shared) if self._config.shares_prefill else entry
             groups.setdefault(key, []).append(entry)
         return list(groups.values())
 
@@ -238,41 +239,41 @@ class BoardRunner:
         )
 
     def _shared(self, entry: BoardEntry) -> KVConfig:
-        """The configuration of the engine that runs all entries of a codec that it can serve.
+        """The configuration of the engine that runs all entries of a codec and `--sparse`.
 
         A rule that an engine cannot serve beside the others, or not at all, has one of its own.
         """
-        if entry.codec not in self._engine_rules:
-            self._engine_rules[entry.codec] = self._rules_by_engine(entry.codec)
-        rules = next(own for own in self._engine_rules[entry.codec] if entry.rule in own)
-        return self._serving(entry.codec, rules)
+        kind = (entry.codec, entry.sparse)
+        if kind not in self._engine_rules:
+            self._engine_rules[kind] = self._rules_by_engine(entry)
+        rules = next(own for own in self._engine_rules[kind] if entry.rule in own)
+        return self._serving(entry, rules)
 
-    def _rules_by_engine(self, codec: str) -> list[list[str]]:
-        entries = self._config.entries
-        rules = list(dict.fromkeys(one.rule for one in entries if one.codec == codec))
-        if self._opens(codec, rules):
+    def _rules_by_engine(self, entry: BoardEntry) -> list[list[str]]:
+        alike = (one for one in self._config.entries if one.codec == entry.codec)
+        rules = list(dict.fromkeys(one.rule for one in alike if one.sparse == entry.sparse))
+        if self._opens(entry, rules):
             return [rules]
         self.reference()  # the model is loaded once
         found: list[list[str]] = []
         for rule in rules:
-            own = next((own for own in found if self._opens(codec, [*own, rule])), None)
+            own = next((own for own in found if self._opens(entry, [*own, rule])), None)
             if own is None:
                 found.append(own := [])
             own.append(rule)
         return found
 
-    def _opens(self, codec: str, rules: Sequence[str]) -> bool:
+    def _opens(self, entry: BoardEntry, rules: Sequence[str]) -> bool:
         try:
-            self._engines.of(self._serving(codec, rules))
+            self._engines.of(self._serving(entry, rules))
         except QuireError:
             return False
         return True
 
-    def _serving(self, codec: str, rules: Sequence[str]) -> KVConfig:
+    def _serving(self, entry: BoardEntry, rules: Sequence[str]) -> KVConfig:
         allow = "; ".join(rule for rule in rules if rule != FULL)
         return replace(
-            self._kv,
-            codec=codec,
+            entry.applied(self._kv),
             evict=FULL,
             evict_allow=allow or self._kv.evict_allow,
             prefix_cache=replace(self._kv.prefix_cache, enabled=True),

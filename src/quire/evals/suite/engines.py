@@ -12,7 +12,7 @@ FULL, CONFIGURED = "full", "configured"
 
 
 def full_kv(kv: KVConfig) -> KVConfig:
-    """The same KV memory without eviction and without codecs."""
+    """The same KV memory without eviction, codecs and sparse attention."""
     plain = KVConfig()
     offload = replace(kv.offload, activation_codec=plain.offload.activation_codec)
     return replace(
@@ -21,23 +21,25 @@ def full_kv(kv: KVConfig) -> KVConfig:
         constants=plain.constants,
         evict=plain.evict,
         evict_allow=plain.evict_allow,
+        sparse=plain.sparse,
         record_evictions=plain.record_evictions,
         offload=offload,
     )
 
 
 def is_full(kv: KVConfig) -> bool:
-    """Whether outputs are those of full KV: no eviction rule, no codec."""
+    """Whether outputs are those of full KV: no eviction rule, no codec, all pages are read."""
     full = full_kv(kv)
-    same = (kv.codec, kv.constants, kv.evict) == (full.codec, full.constants, full.evict)
-    return same and kv.offload == full.offload
+    return full == replace(kv, evict_allow=full.evict_allow, record_evictions=full.record_evictions)
 
 
 def kv_name(kv: KVConfig) -> str:
     """The codec and the rule of a configuration as in its options; `full` for full KV."""
     full = full_kv(kv)
     changed = [
-        own for own, plain in ((kv.codec, full.codec), (kv.evict, full.evict)) if own != plain
+        getattr(kv, name)
+        for name in ("codec", "evict", "sparse")
+        if getattr(kv, name) != getattr(full, name)
     ]
     return " ".join(changed) or (FULL if is_full(kv) else CONFIGURED)
 

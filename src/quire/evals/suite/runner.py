@@ -22,6 +22,7 @@ from quire.evals.suite.perplexity import NLL, PERPLEXITY
 from quire.evals.suite.sanity import SKIPPED, Sanity, sanity_of
 from quire.evals.tune.scores import fingerprint_of
 from quire.layout.eviction import PREFILL_END
+from quire.layout.sparse import parse_sparse
 from quire.policies.eviction import make_eviction
 from quire.sampling.detokenizer import Detokenizer
 from quire.sampling.outputs import RequestOutput, Usage
@@ -31,8 +32,9 @@ class SampleRunner:
     """Runs samples in one engine.
 
     Before a question, the KV of the context is evicted, and the question's tokens follow as forced
-    outputs. The default, None, is to do so if a rule evicts at the end of the prefill only: else
-    the first output token is that of full KV. The tokens of a continuation are forced outputs too:
+    outputs, which sparse attention reads for. The default, None, is to do so if a rule evicts at
+    the end of the prefill only, and with sparse attention: else the first output token is that of
+    full KV. The tokens of a continuation are forced outputs too:
     each is a decode step, so that a rule acts on them as on an output.
 
     Args:
@@ -53,9 +55,10 @@ class SampleRunner:
         shares_prefill: bool = False,
     ) -> None:
         self._llm, self._kv, rule = llm, kv, make_eviction(kv.evict)
-        self._before = rule.when == PREFILL_END
+        is_sparse = parse_sparse(kv.sparse) is not None
+        self._before = rule.when == PREFILL_END or is_sparse
         if evict_before_question is not None:
-            self._before = rule.evicts and evict_before_question
+            self._before = (rule.evicts or is_sparse) and evict_before_question
         self._shares_prefill = shares_prefill
 
     def run(
@@ -82,11 +85,11 @@ class SampleRunner:
         if not self._shares_prefill:
             results = self._results(task, samples)
         else:
-            evict = self._kv.evict
+            evict, sparse = self._kv.evict, self._kv.sparse
             # of the task too: windows of two tasks begin with the same text
             salt = f"{task.name} {evict}"
-            alone = self._results(task, samples[:1], evict=evict, cache_salt=salt)
-            found = self._results(task, samples, evict=evict)
+            alone = self._results(task, samples[:1], evict=evict, sparse=sparse, cache_salt=salt)
+            found = self._results(task, samples, evict=evict, sparse=sparse)
             known = [alone[0].kv_peak_bytes, *[None] * (len(samples) - 1)]
             results = tuple(
                 replace(one, kv_peak_bytes=kv_bytes)

@@ -190,6 +190,10 @@ def test_suites_name_known_tasks_and_full_kv_has_no_rule_and_no_codec():
     assert (kv_name(kv), kv_name(full_kv(kv))) == ("int8 recent:cap=64", "full")
     assert full_kv(kv).memory == kv.memory
     assert is_full(KVConfig(memory="2MiB"))
+    sparse = KVConfig(sparse="quest:pages=8")
+    assert not is_full(sparse)
+    assert is_full(full_kv(sparse))
+    assert kv_name(sparse) == "quest:pages=8"
 
 
 @pytest.mark.parametrize(
