@@ -102,31 +102,20 @@ def test_tokens_tied_with_the_last_retained_token_are_retained():
         assert kept.isfinite().tolist() == [[False, True, True, True, True]]
 
 
-def test_keep_only_limits_only_the_named_rows(logits):
-    got = sampling.keep_only(logits, torch.tensor([1, 1, 3]), torch.tensor([5, 6, 5]))
-
-    assert got.isfinite().sum(dim=-1).tolist() == [VOCAB, 2, VOCAB, 1, VOCAB]
-    assert torch.equal(got[1, 5:7], logits[1, 5:7])
-
-
-def test_bias_does_not_unban_a_token(logits):
-    row_ids, token_ids = torch.tensor([0, 2]), torch.tensor([3, 4])
+def test_named_rows_are_limited_bias_unbans_no_token_and_inputs_are_unchanged(logits):
+    before, row_ids, token_ids = logits.clone(), torch.tensor([0, 2]), torch.tensor([3, 4])
     banned = sampling.ban(logits, row_ids, token_ids)
-
+    assert torch.equal(logits, before)
     got = sampling.add_bias(banned, row_ids, token_ids, torch.tensor([100.0, 100.0]))
-
     assert torch.equal(got, banned)
     assert got.isinf().nonzero().tolist() == [[0, 3], [2, 4]]
+    sampling.add_bias(logits, row_ids, token_ids, torch.tensor([1.0, 1.0]))
 
-
-def test_sampling_operations_do_not_modify_their_input(logits):
-    before, arguments = logits.clone(), (torch.tensor([0]), torch.tensor([1]))
-    sampling.ban(logits, *arguments)
-    sampling.keep_only(logits, *arguments)
-    sampling.add_bias(logits, *arguments, torch.tensor([1.0]))
+    got = sampling.keep_only(logits, torch.tensor([1, 1, 3]), torch.tensor([5, 6, 5]))
+    assert got.isfinite().sum(dim=-1).tolist() == [VOCAB, 2, VOCAB, 1, VOCAB]
+    assert torch.equal(got[1, 5:7], logits[1, 5:7])
     for keep, value in (("top_k", 2), ("top_p", 0.5), ("min_p", 0.5)):
         getattr(sampling, f"keep_{keep}")(logits, column(value))
-
     assert torch.equal(logits, before)
 
 
@@ -137,16 +126,11 @@ def test_draw_inverts_the_cumulative_distribution_in_id_order():
     assert sampling.draw(shares.log(), uniforms).tolist() == [0, 0, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize("edge", [0.0, 1 - 2**-53])
-def test_draw_never_returns_a_banned_token(logits, edge):
+def test_banned_tokens_are_never_drawn_and_do_not_change_the_draw(logits):
     narrowed = sampling.keep_top_k(logits, column(3))
-
-    drawn = sampling.draw(narrowed, torch.full((ROWS,), edge, dtype=torch.float64))
-
-    assert narrowed.gather(1, drawn[:, None]).isfinite().all()
-
-
-def test_banned_tokens_do_not_change_the_draw():
+    for edge in (0.0, 1 - 2**-53):
+        drawn = sampling.draw(narrowed, torch.full((ROWS,), edge, dtype=torch.float64))
+        assert narrowed.gather(1, drawn[:, None]).isfinite().all()
     few = torch.randn(1, 10, generator=torch.Generator().manual_seed(1))
     many = torch.full((1, 5000), -torch.inf)
     many[:, 400:4400:400] = few

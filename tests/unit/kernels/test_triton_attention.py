@@ -84,14 +84,18 @@ def test_windows_softcaps_and_sinks_equal_the_reference(window, softcap, with_si
     check(lanes, 2, softcap=softcap, with_sinks=with_sinks)
 
 
-@pytest.mark.parametrize("page_tokens", [1, 8, 20, 128])
-def test_pages_of_any_number_of_tokens(page_tokens):
-    check(make_lanes(heads=1, slots=[[41], [16], [30]], page_tokens=page_tokens), 2)
-
-
-@pytest.mark.parametrize("dims", [(8, 8), (33, 33), (192, 128), (8, 33), (512, 512)])
-def test_vectors_of_any_length(dims):
-    check(make_lanes(dims, heads=1), 2, with_sums=dims == (33, 33))
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *({"page_tokens": n, "slots": [[41], [16], [30]]} for n in (1, 8, 20, 128)),
+        *({"dims": d} for d in [(8, 8), (33, 33), (192, 128), (8, 33), (512, 512)]),
+        # without earlier tokens: attention reads the pages, which hold the new keys and values
+        *({"tokens": n, "slots": [[new] for new in n]} for n in ([40], [1, 18, 17])),
+    ],
+    ids=str,
+)
+def test_pages_vectors_and_chunks_of_any_length(shape):
+    check(make_lanes(**shape, heads=1), 2, with_sums=shape.get("dims") in (None, (33, 33)))
 
 
 @every_pair(
@@ -106,12 +110,6 @@ def test_joined_keys_equal_the_reference(dims, group, window, multiprocessors):
     got, expected = (lanes.attend(one, query, math) for one in (backend, REFERENCE))
 
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("tokens", [[40], [1, 18, 17]])
-def test_chunks_without_earlier_tokens(tokens):
-    """Attention reads their pages, which hold the same numbers as the new keys and values."""
-    check(make_lanes(heads=1, tokens=tokens, slots=[[new] for new in tokens]), 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -171,7 +169,7 @@ def test_attention_with_table_row_and_lane_offsets_and_strided_queries():
     assert torch.equal(lanes.attend(triton_backend(), strided, math_of(query)), expected)
 
 
-def test_column_sums_overwrite_all_live_slots_of_decode_rows():
+def test_column_sums_overwrite_all_live_slots_of_decode_rows_or_are_refused():
     """Slots before the window too: the memory holds sums of another layer."""
     lanes = make_lanes(heads=1, tokens=[1], slots=[[40]], window=10)
     query, sums = lanes.query(2), torch.full((1, 2, 44), 7.0)
@@ -180,9 +178,6 @@ def test_column_sums_overwrite_all_live_slots_of_decode_rows():
     assert torch.equal(sums[:, :, :30], torch.zeros(1, 2, 30))
     torch.testing.assert_close(sums[:, :, :40].sum(dim=2), torch.ones(1, 2))
     assert torch.equal(sums[:, :, 40:], torch.full((1, 2, 4), 7.0))
-
-
-def test_too_small_column_sums_are_refused():
     lanes, sums = make_lanes(), torch.zeros(3, 4, 20)
     with pytest.raises(InvariantError, match=r"column sums of shape \(3, 4, 21\)"):
         lanes.attend(triton_backend(), lanes.query(2), AttentionMath(scale=1.0), column_sums=sums)
@@ -223,14 +218,6 @@ def test_latents_of_several_tokens_and_column_sums_fall_back_to_gathered_pages(c
         assert reason in caplog.text
 
 
-def test_pages_of_float64_fall_back():
-    lanes = make_lanes(dtype=torch.float64)
-    query = lanes.query(2)
-    got = lanes.attend(triton_backend(GatheredAttention(CPU)), query, math_of(query))
-
-    assert torch.equal(got, lanes.attend(GatheredAttention(CPU), query, math_of(query)))
-
-
 MOST, GROUP, SLOT_BYTES = 96, 2, 128
 STEPS = ([90, 7, 33], [91, 8, 1], [16, 17, 96])
 """Live slots of three rows, one step after another."""
@@ -266,29 +253,23 @@ def test_one_plan_equals_the_reference_as_slots_change(window, by_head, multipro
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
 
 
-def test_more_slots_than_planned_are_refused():
-    backend, lanes = triton_backend(), lanes_of([[5], [5], [5]])
-    plan = static_plan(backend, lanes, torch.ones((3, 1), dtype=torch.int32))
-
+def test_more_slots_than_planned_and_a_step_without_a_kernel_are_refused():
+    backend, lanes = triton_backend(GatheredAttention(CPU)), lanes_of([[5], [5], [5]])
+    plan = static_plan(backend, lanes, torch.full((3, 1), 5, dtype=torch.int32))
     assert isinstance(backend, StaticPlans)
     assert backend.refresh(plan, np.full((3, 1), MOST, dtype=np.int32))
     assert not backend.refresh(plan, np.full((3, 1), MOST + 1, dtype=np.int32))
-
-
-def test_pages_without_a_kernel_have_no_static_plan():
-    lanes = lanes_of([[5], [5], [5]], dtype=torch.float64)
-    backend = triton_backend(GatheredAttention(CPU))
-
-    assert static_plan(backend, lanes, torch.ones((3, 1), dtype=torch.int32)) is None
-
-
-def test_a_step_without_a_kernel_fails_instead_of_falling_back():
-    backend, lanes = triton_backend(GatheredAttention(CPU)), lanes_of([[5], [5], [5]])
-    plan = static_plan(backend, lanes, torch.full((3, 1), 5, dtype=torch.int32))
     query = lanes.query(GROUP).double()
-
     with pytest.raises(RuntimeError, match="the Triton kernels cannot compute this step"):
         backend.attend(plan, lanes.pages, math_of(query), query, lanes.fresh())
+
+
+def test_pages_without_a_kernel_have_no_static_plan_and_fall_back():
+    lanes = lanes_of([[5], [5], [5]], dtype=torch.float64)
+    backend, query = triton_backend(GatheredAttention(CPU)), lanes.query(2)
+    assert static_plan(backend, lanes, torch.ones((3, 1), dtype=torch.int32)) is None
+    got = lanes.attend(backend, query, math_of(query))
+    assert torch.equal(got, lanes.attend(GatheredAttention(CPU), query, math_of(query)))
 
 
 DECODED = [name for name in KINDS if KINDS[name] != PLAIN and not CODECS[name].constants]
@@ -390,16 +371,13 @@ def test_other_codecs_fall_back_to_gathered_pages(caplog):
     assert "they do not decode int4_page" in caplog.text
 
 
-def test_reasons_why_a_codec_is_not_decoded():
+def test_reasons_why_a_codec_is_not_decoded_and_each_decoded_codec_is_tested():
     for codec in ("int8", "int8:equalise=1", "int4_hadamard"):
         assert why_not(codec_spec(codec), 64) is None
     assert why_not(codec_spec("kvquant4"), 64) == "they do not decode kvquant4"
     many = codec_spec("int4_outliers:percent=50")
     assert why_not(many, 64) == f"they read at most 16 outliers of a vector, {many.name} has more"
-
-
-def test_every_codec_that_is_decoded_is_tested():
-    """Measured codecs have tests of their own."""
+    # measured codecs have tests of their own
     assert {*DECODED, "int8_channel"} == {n for n, kind in KINDS.items() if kind != PLAIN}
 
 
@@ -433,8 +411,7 @@ def test_scores_of_cached_tokens_equal_those_of_their_keys(codec, shape, window,
     torch.testing.assert_close(norms, cached.values().norm(dim=2), atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("codec", ["int4_hadamard", "int8_channel"])
-def test_keys_that_kernels_do_not_decode_are_not_scored(codec):
-    side = CodedPlanes(make_codec(codec_spec(codec), 16), (torch.zeros(1, 1, 1, 16),))
-
-    assert not triton_backend().can_score(side.planes[0], side)
+def test_keys_that_kernels_do_not_decode_are_not_scored():
+    for codec in ("int4_hadamard", "int8_channel"):
+        side = CodedPlanes(make_codec(codec_spec(codec), 16), (torch.zeros(1, 1, 1, 16),))
+        assert not triton_backend().can_score(side.planes[0], side)

@@ -19,7 +19,7 @@ def counts(*rows):
     return np.array(rows, dtype=np.int32)
 
 
-def test_pages_are_appended_to_lanes_in_row_major_order():
+def test_pages_are_appended_to_lanes_in_row_major_order_and_those_without_slots_detected():
     table = LaneTable(GROUP, 3)
     table.append(np.array([2]), counts([1, 1]), np.array([40, 41], dtype=np.int32))
 
@@ -31,6 +31,9 @@ def test_pages_are_appended_to_lanes_in_row_major_order():
     assert table.num_pages.tolist() == [[1, 3], [0, 0], [3, 1]]
     assert table.pages[entries].tolist() == [0, 1, 2, 3, 4, 5]
     assert not len(table.drain_changes())  # it does not track them
+    table.num_slots[2] = 4
+    with pytest.raises(InvariantError, match="pages do not match slots"):
+        table.check()
 
 
 def test_growth_of_a_table_increments_its_version():
@@ -94,39 +97,18 @@ def test_sliding_window_uses_constant_memory():
     assert memory.lengths[row] == 160
 
 
-@pytest.mark.parametrize("length", [-1, 15])
-def test_truncation_to_an_invalid_length_is_rejected(length):
-    memory = one_group()
-    row = started(memory, 14)
-
-    with pytest.raises(ConfigError, match="cannot truncate a row of 14 tokens"):
-        memory.truncate(row, length)
-
-
-def test_check_detects_a_page_without_slots():
-    table = LaneTable(GROUP, 1)
-    table.append(np.array([0]), counts([1, 2]), np.arange(3, dtype=np.int32))
-    table.num_slots[0] = 4
-
-    with pytest.raises(InvariantError, match="pages do not match slots"):
-        table.check()
-
-
 def append_to_both(table, first_page):
     pages = np.array([first_page, first_page + 1], dtype=np.int32)
     table.append(np.array([0, 1]), np.ones((2, 1), dtype=np.int32), pages)
 
 
-def test_device_table_on_a_cpu_shares_memory_with_the_table():
+def test_device_tables_share_memory_or_are_updated_also_outside_of_inference_mode():
     table = LaneTable(ONE_LAYER, 2)
     device_table = DeviceTable(table, torch.device("cpu"))
     append_to_both(table, 5)
-
     assert device_table.current().data_ptr() == table.pages.ctypes.data
     assert device_table.current()[:, 0, 0].tolist() == [5, 6]
 
-
-def test_device_table_made_in_inference_mode_is_updated_outside_of_it():
     # steps run in inference mode, evictions between them do not; both update the table
     table = LaneTable(ONE_LAYER, 2, track_changes=True)
     device_table = DeviceTable(table, torch.device("meta"))  # any device but the CPU
@@ -143,15 +125,6 @@ def batch(rows, tokens):
     return FlatBatch.of(np.array(rows), np.array(tokens, dtype=np.int32), torch.device("cpu"))
 
 
-def test_tokens_have_their_row_and_their_offset_in_its_chunk():
-    flat = batch([7, 2, 5], [1, 1, 3])
-
-    assert flat.token_row.tolist() == [0, 1, 2, 2, 2]
-    assert flat.token_offset.tolist() == [0, 0, 0, 1, 2]
-    assert flat.shape.num_decode == 2
-    assert flat.row_index.tolist() == [7, 2, 5]
-
-
 BATCHES = [
     ([7, 2], [1, 1], True),
     ([2, 7], [1, 1], False),
@@ -160,7 +133,12 @@ BATCHES = [
 ]
 
 
-def test_batch_is_reused_for_equal_rows_and_tokens_only():
+def test_tokens_have_their_row_and_offset_and_a_batch_is_reused_for_equal_ones_only():
+    flat = batch([7, 2, 5], [1, 1, 3])
+    assert flat.token_row.tolist() == [0, 1, 2, 2, 2]
+    assert flat.token_offset.tolist() == [0, 0, 0, 1, 2]
+    assert flat.shape.num_decode == 2
+    assert flat.row_index.tolist() == [7, 2, 5]
     for rows, tokens, is_reused in BATCHES:
         flat = batch([7, 2], [1, 1])
         assert flat.is_for(np.array(rows), np.array(tokens, dtype=np.int32)) == is_reused
@@ -177,7 +155,7 @@ def test_truncation_into_a_dropped_page_continues_at_the_new_length():
     assert memory.tables["kv"].slot_positions(row, 0).tolist() == [0, 1, 2, 3, 6, 7, 8]
 
 
-def test_truncation_that_needs_a_freed_window_page_is_rejected():
+def test_truncation_to_an_invalid_length_or_a_freed_window_page_is_rejected():
     memory = one_group(window=8)
     row = started(memory, 16)
     grow(memory, row, 1)  # position 16 sees positions from 9: pages 0 and 1 are freed
@@ -185,5 +163,8 @@ def test_truncation_that_needs_a_freed_window_page_is_rejected():
     memory.truncate(row, 15)
     with pytest.raises(ConfigError, match="dropped positions below 8 that a row of 14 needs"):
         memory.truncate(row, 14)
+    for length in (-1, 16):
+        with pytest.raises(ConfigError, match="cannot truncate a row of 15 tokens"):
+            memory.truncate(row, length)
 
     assert memory.lengths[row] == 15

@@ -246,6 +246,7 @@ def test_hub_model_is_downloaded_without_pickles(llama, monkeypatch):
 
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 10**6}
 UP = "model.layers.1.mlp.up_proj.weight"
+FEWER = "weights contain 2 layers, of which 1 would be ignored"
 VALUES: tuple[object, ...] = (
     *(0, -1, 1, 3, 10**6, 10**9, 10**30, 0.5, -1.5, float("inf"), float("nan"), True, False),
     *("nope", "", None, [], [1], ["nope"], {}, {"a": [{}]}),
@@ -301,14 +302,6 @@ def test_any_config_value_is_accepted_or_refused_in_one_line(name: str, tmp_path
             assert "\n" not in str(error)  # noqa: PT017 - many values are accepted
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "mixtral", "gpt_neox"])
-def test_fewer_layers_than_in_the_weights_are_refused(name: str, tmp_path: Path) -> None:
-    folder = zoo.save(name, tmp_path)
-    spelling = "n_layer" if name == "gpt2" else "num_hidden_layers"
-    with pytest.raises(ModelError, match="weights contain 2 layers, of which 1 would be ignored"):
-        _load(_edit(folder, **{spelling: 1}))
-
-
 @pytest.mark.parametrize(
     ("field", "values", "message"),
     [
@@ -347,22 +340,6 @@ def test_deeply_nested_json_is_refused(folder: Path) -> None:
         with pytest.raises(ModelError, match="nested too deeply"):
             _load(folder)
         zoo.save("llama", folder)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_act": "nope"}, r"'hidden_act' is 'nope'.* expected one of .*silu"),
-        ({"rms_norm_eps": -1.0}, "NaN or inf from Transformers itself"),
-        (
-            {"vocab_size": 130},
-            r"model.embed_tokens.weight of shape \[128, 32\].* \[130, 32\] \(vocab_size=130\)",
-        ),
-    ],
-)
-def test_impossible_value_is_one_error(folder, changes, message):
-    with pytest.raises(ModelError, match=message):
-        _load(_edit(folder, **changes))
 
 
 def test_unknown_rope_type_is_one_error_without_warnings(folder, monkeypatch, caplog):
@@ -407,11 +384,17 @@ def test_integer_weights_without_quantization_config_are_refused(name: str, tmp_
     [
         ("llama_mha", {"attention_bias": False}, r"k_proj.bias.* and 5 more.* no such parameters"),
         ("gpt_neox", {"rope_parameters": ROPE}, r"'rope_parameters.partial_rotary_factor' is 1000"),
+        ("llama", {"hidden_act": "nope"}, r"'hidden_act' is 'nope'.* expected one of .*silu"),
+        ("llama", {"rms_norm_eps": -1.0}, "NaN or inf from Transformers itself"),
+        (
+            *("llama", {"vocab_size": 130}),
+            r"model.embed_tokens.weight of shape \[128, 32\].* \[130, 32\] \(vocab_size=130\)",
+        ),
+        *((name, {"num_hidden_layers": 1}, FEWER) for name in ("llama", "opt", "mixtral")),
+        *(("gpt_neox", {"num_hidden_layers": 1}, FEWER), ("gpt2", {"n_layer": 1}, FEWER)),
     ],
 )
-def test_bias_missing_in_the_config_and_rotary_factor_above_one_are_refused(
-    tmp_path, name, changes, message
-):
+def test_impossible_value_is_one_error(tmp_path, name, changes, message):
     with pytest.raises(ModelError, match=message):
         _load(_edit(zoo.save(name, tmp_path), **changes))
 
