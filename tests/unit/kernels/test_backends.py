@@ -27,25 +27,14 @@ from quire.policies.tova import TOVA
 from quire.policies.windows import POOLINGS, column_sums
 from quire.scheduler.schedule_config import INVARIANT_ROWS
 from support.coded_lanes import coded_twin
-from support.interpreted import triton_backend
+from support.interpreted import CPU, Refusing, triton_backend
 from support.lanes import Lanes, ScoredLanes, num_threads
 from support.pairwise import every_pair
 
-CPU = torch.device("cpu")
 LIBRARY = load_library()
 PATHS = range(LIBRARY.best_path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
 PATH_NAMES = library.PATHS[: len(PATHS)]
 needs_native = pytest.mark.skipif(not PATHS, reason="the C extension is not built")
-
-
-class Refusing(GatheredAttention):
-    """Fails if attention falls back to torch."""
-
-    def __init__(self):
-        super().__init__(CPU)
-
-    def attend(self, plan, pages, math, query, fresh, *, column_sums=None):
-        raise AssertionError("fell back to torch")
 
 
 def native(path, gathered=None, **options):
@@ -325,22 +314,15 @@ def test_plan_is_prepared_again_for_another_dtype(backend):
 
 
 @any_native
-def test_too_small_column_sums_are_refused(backend):
-    lanes = Lanes([1], [[50]], 32)
-    sums = torch.zeros(1, 2, 49)
+def test_too_small_column_sums_and_keys_that_do_not_fit_the_pages_are_refused(backend):
+    """Half of the heads or half of each vector: C would read out of bounds; torch raises."""
+    lanes, sums = Lanes([1], [[50]], 32), torch.zeros(1, 2, 49)
     with pytest.raises(InvariantError, match="column sums"):
         lanes.attend(backend, lanes.query(2), AttentionMath(scale=0.2), column_sums=sums)
-
-
-@any_native
-@pytest.mark.parametrize(("heads", "head_dim"), [(1, 64), (2, 32)])
-def test_keys_that_do_not_fit_the_pages_are_refused(backend, heads, head_dim):
-    """Half of the heads or half of each vector: C would read out of bounds; torch raises."""
-    arena = torch.zeros(4, 2, 2, 16, 64)
-    indices = torch.zeros(3, 1, dtype=torch.int64)
-    fresh = torch.ones(3, heads, head_dim)
-    with pytest.raises((RuntimeError, IndexError)):
-        backend.write(NewSlots(arena[:, 0], arena[:, 1], indices, indices), fresh, fresh)
+    arena, indices = torch.zeros(4, 2, 2, 16, 64), torch.zeros(3, 1, dtype=torch.int64)
+    for fresh in (torch.ones(3, 1, 64), torch.ones(3, 2, 32)):
+        with pytest.raises((RuntimeError, IndexError)):
+            backend.write(NewSlots(arena[:, 0], arena[:, 1], indices, indices), fresh, fresh)
 
 
 class Recording(GatheredAttention):

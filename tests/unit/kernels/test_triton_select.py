@@ -61,11 +61,8 @@ def test_an_engine_on_a_cpu_imports_nothing_of_triton():
     assert run_without_interpreter(IMPORTS) == "False ['quire.kernels.triton.hardware']"
 
 
-def test_auto_on_a_cpu_is_not_triton():
+def test_triton_on_a_cpu_is_not_chosen_and_refused_outside_of_the_interpreter(monkeypatch):
     assert select_backend("auto", CPU, **OPTIONS).backend.name in ("native", "gathered")
-
-
-def test_triton_on_a_cpu_is_refused_outside_of_the_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     expected = (
         "attention=triton cannot run here: Triton's kernels run on NVIDIA GPUs, the pages are on "
@@ -73,15 +70,21 @@ def test_triton_on_a_cpu_is_refused_outside_of_the_interpreter(monkeypatch):
     )
     with pytest.raises(ConfigError, match=expected):
         select_backend("triton", CPU, **OPTIONS)
+    found = {finding.name: finding for finding in doctor._attention()}["attention triton"]
+    assert (found.ok, found.mark) == (True, "--")
+    assert "Triton's kernels run on NVIDIA GPUs" in found.value
+    assert "run on NVIDIA GPUs" in hardware.why_no_rows(CPU, torch.float32, SHAPES[0])
 
 
 @pytest.mark.slow
-def test_triton_is_selected_in_the_interpreter():
+def test_triton_is_selected_in_the_interpreter_and_doctor_reports_it():
     choice = select_backend("triton", CPU, **OPTIONS)
-
     assert choice.backend.name == "triton"
     assert choice.reason.startswith("Triton ")
     assert choice.reason.endswith("attention directly from the pages on Triton's interpreter")
+    findings = {finding.name: finding for finding in doctor._attention()}
+    assert findings["attention triton"].value == "available: --attention triton"
+    assert findings["attention auto"].value.startswith(("native", "gathered"))
 
 
 UNREAD = [
@@ -194,15 +197,6 @@ def first_wrong(backend):
     return self_test.first_wrong(backend, CPU, torch.float32, (16, 16))
 
 
-@pytest.mark.parametrize("factor", [1.01, torch.nan])
-def test_wrong_kernels_of_attention_are_found(factor):
-    backend = triton_backend()
-    attend = backend.attend
-    backend.attend = lambda *args, **options: attend(*args, **options) * factor
-
-    assert first_wrong(backend) == "wrong numbers from pages of float32"
-
-
 @pytest.mark.parametrize("turns", [None, 2.0])
 def test_wrong_rope_in_the_write_is_found(turns):
     """A kernel that writes nothing, and one that rotates too far."""
@@ -217,7 +211,12 @@ def test_wrong_rope_in_the_write_is_found(turns):
     assert first_wrong(backend).startswith("wrong numbers")
 
 
-def test_kernels_that_do_not_write_move_or_accumulate_are_found(monkeypatch):
+def test_wrong_attention_and_kernels_that_do_not_write_move_or_accumulate_are_found():
+    backend = triton_backend()
+    attend = backend.attend
+    for factor in (1.01, torch.nan):
+        backend.attend = lambda *args, factor=factor, **more: attend(*args, **more) * factor
+        assert first_wrong(backend) == "wrong numbers from pages of float32"
     backend = triton_backend()
     backend.write = lambda *args: None
     assert first_wrong(backend) is not None
@@ -239,23 +238,6 @@ def test_kernels_that_cannot_be_launched_are_not_used(monkeypatch, caplog, error
 
     assert str(error) in refused.reason
     assert refused.reason in caplog.text
-
-
-@pytest.mark.slow
-def test_doctor_reports_triton():
-    findings = {finding.name: finding for finding in doctor._attention()}
-
-    assert findings["attention triton"].value == "available: --attention triton"
-    assert findings["attention auto"].value.startswith(("native", "gathered"))
-
-
-def test_doctor_reports_why_triton_is_missing(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET")
-    findings = {finding.name: finding for finding in doctor._attention()}
-
-    assert findings["attention triton"].ok
-    assert findings["attention triton"].mark == "--"
-    assert "Triton's kernels run on NVIDIA GPUs" in findings["attention triton"].value
 
 
 row_calls = interpreted("launch")
@@ -303,15 +285,8 @@ def test_norm_with_the_residual_sum(dtype, width):
 
     assert torch.equal(stream, summed)
     assert_near(found, norm(summed))
-
-
-@torch.inference_mode()
-def test_norm_alone_leaves_the_stream():
-    stream, norm = rows_of(3, 64, torch.float32), norm_of(64, torch.float32)
-    before = stream.clone()
-
-    assert_near(row_calls.normed(stream, None, norm.weight, EPS), norm(before))
-    assert torch.equal(stream, before)
+    assert_near(row_calls.normed(stream, None, norm.weight, EPS), norm(summed))
+    assert torch.equal(stream, summed)  # the norm alone leaves it
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -378,8 +353,3 @@ def test_kernels_that_cannot_run_are_not_used(monkeypatch, error):
         patch.setattr(self_test, "wrong_kernels", fail)
         assert str(error)[:20] in hardware.why_no_rows(CPU, torch.float32, SHAPES[0])
     assert hardware.why_no_rows(CPU, torch.float32, SHAPES[0]) is None
-
-
-def test_reason_without_triton(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET")
-    assert "run on NVIDIA GPUs" in hardware.why_no_rows(CPU, torch.float32, SHAPES[0])

@@ -273,42 +273,30 @@ def test_pages_without_a_kernel_are_left_unchanged(codec):
     assert all(map(torch.equal, heads, before))
 
 
-def test_rotation_without_a_write():
-    (query, key, value), rope = heads_of(4, 80, torch.float32), turns_of(4, 32)
+def test_rotation_without_a_write_runs_on_the_device_of_the_heads(monkeypatch):
+    (query, key, value), rope, seen = heads_of(4, 80, torch.float32), turns_of(4, 32), []
     expected = rope.rotate(query), rope.rotate(key), value.clone()
+    monkeypatch.setattr(
+        launch, "device_of", lambda heads: seen.append(heads.device) or nullcontext()
+    )
 
     launch.rotate(query, key, rope)
 
     torch.testing.assert_close((query, key, value), expected)
-
-
-def test_kernels_run_on_the_device_of_the_heads(monkeypatch):
-    (query, key, _), rope, seen = heads_of(2, 16, torch.float32), turns_of(2, 16), []
-    monkeypatch.setattr(
-        launch, "device_of", lambda heads: seen.append(heads.device) or nullcontext()
-    )
-    launch.rotate(query, key, rope)
     assert seen == [CPU]
 
 
 IN_TRITON = PageCopies(launch.pack_pages, launch.unpack_pages)
 
 
-def test_a_cpu_copies_in_torch():
+def test_a_cpu_copies_in_torch_a_gpu_in_triton_and_right_copies_are_used(monkeypatch):
     assert page_copies.page_copies(CPU) is IN_TORCH
-
-
-def test_a_gpu_copies_in_triton(monkeypatch):
+    assert all(
+        checked(lambda copies=copies: copies, CPU) is copies for copies in (IN_TORCH, IN_TRITON)
+    )
     monkeypatch.setattr(page_copies, "why_no_triton", lambda device: None)
     monkeypatch.setattr(page_copies, "checked", lambda make, device: make())
-    copies = page_copies.page_copies.__wrapped__(torch.device("cuda"))
-
-    assert copies == IN_TRITON
-
-
-@pytest.mark.parametrize("copies", [IN_TORCH, IN_TRITON])
-def test_right_copies_are_used(copies):
-    assert checked(lambda: copies, CPU) is copies
+    assert page_copies.page_copies.__wrapped__(torch.device("cuda")) == IN_TRITON
 
 
 @pytest.mark.parametrize("side", ["pack", "unpack"])

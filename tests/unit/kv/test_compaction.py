@@ -221,26 +221,16 @@ def test_prove_one_to_one_rejects_moves_that_lose_a_slot(broken, message):
         prove_one_to_one(mask("oxoxo", "ooooo"), broken)
 
 
-def test_retained_pages_of_a_mask_of_whole_pages():
-    keep = mask("ooooxxxxoo", "xxxxooooxx")
-
-    retained = retained_pages(keep, counts([10, 10]), 4)
-
+def test_pages_are_retained_whole_of_which_the_last_may_be_partly_filled():
+    retained = retained_pages(mask("ooooxxxxoo", "xxxxooooxx"), counts([10, 10]), 4)
     assert retained.tolist() == [[True, False, True], [False, True, False]]
-
-
-def test_last_page_of_a_lane_may_be_partly_filled():
     keep = mask("oooooxx", "xxxxooo")
-
     assert retained_pages(keep, counts([5, 7]), 4).tolist() == [[True, True], [False, True]]
     with pytest.raises(ConfigError, match="page 1 of lane 0 with 1 of 2 slots retained"):
         retained_pages(keep, counts([6, 7]), 4)
-
-
-@pytest.mark.parametrize("text", ["xooooooo", "ooxooooo", "ooooooox"])
-def test_mask_that_splits_a_page_is_rejected(text):
-    with pytest.raises(ConfigError, match="3 of 4 slots retained"):
-        retained_pages(mask(text), counts([8]), 4)
+    for text in ("xooooooo", "ooxooooo", "ooooooox"):
+        with pytest.raises(ConfigError, match="3 of 4 slots retained"):
+            retained_pages(mask(text), counts([8]), 4)
 
 
 PAGE_BYTES = 192
@@ -275,7 +265,7 @@ def test_cached_pages_are_copied_and_stay_cached_if_pages_are_free():
 
 
 def test_pages_shared_with_the_cache_only_are_written_in_place_if_memory_is_full():
-    index, row, _ = cached_row(pages=3)
+    index, row, listener = cached_row(pages=3)
     table = index.memory.tables["kv"]
     page = int(table.pages[row, 0, 1])
 
@@ -286,13 +276,7 @@ def test_pages_shared_with_the_cache_only_are_written_in_place_if_memory_is_full
     assert int(table.pages[row, 0, 1]) == page
     assert keys(index.memory, row) == [0, 1, 2, 3, 4, 10, 6, 7, 8, 9]
     assert used_pages(index.memory) == 3
-
-
-def test_blocks_after_an_evicted_block_are_evicted_too():
-    index, row, listener = cached_row(pages=3)
-
-    compact_cached(index, row, "oooooxooooox")
-
+    # blocks after the evicted one are evicted too
     assert index.match(DEFAULT_IDENTITY, TOKENS).tokens == 4
     assert len(index) == len(listener.known) == 1
 

@@ -135,11 +135,14 @@ def small_page(*, tokens=4, value=True, positions=False):
         ({"records": -1}, "records of 1 or more, got -1"),
         ({"of": "kv", "window": 8}, "private group without a window, got window=8"),
         ({"records": 3, "window": 8}, "private group without a window, got window=8"),
+        *(({"window": n}, "a window needs ordered lanes and at least 1 token") for n in (0, -1)),
+        ({"window": 8, "ordered": False}, "a window needs ordered lanes and at least 1 token"),
     ],
 )
-def test_private_group_has_records_and_no_window(rules, message):
+def test_private_group_has_records_and_no_window_which_needs_ordered_lanes(rules, message):
+    page = small_page(value=False, positions=True)
     with pytest.raises(ConfigError, match=message):
-        LaneGroup(name="x", page_class=small_page(value=False), layers=(0,), **rules)
+        LaneGroup(name="x", page_class=page, layers=(0,), **rules)
 
 
 KV = LaneGroup(name="kv", page_class=small_page(), layers=(0, 1))
@@ -352,15 +355,10 @@ def test_planes_are_consecutive_with_codes_first(key, value, heads, tokens, head
     assert placed[-1].end_bytes <= page.positions_offset_bytes
 
 
-@pytest.mark.parametrize(
-    ("name", "word"), [("head_dim", "width"), ("heads", "heads"), ("tokens", "tokens")]
-)
-def test_empty_page_is_rejected(name, word):
-    with pytest.raises(ConfigError, match=f"{word} >= 1, got 0"):
-        page_of(**{name: 0})
-
-
-def test_groups_have_unique_names_and_unordered_slots_positions():
+def test_groups_have_pages_unique_names_and_unordered_slots_positions():
+    for name, word in (("head_dim", "width"), ("heads", "heads"), ("tokens", "tokens")):
+        with pytest.raises(ConfigError, match=f"{word} >= 1, got 0"):
+            page_of(**{name: 0})
     with pytest.raises(ConfigError, match="need pages with positions"):
         LaneGroup(name="kv", page_class=page_of(), layers=(0,), ordered=False)
 
@@ -370,13 +368,6 @@ def test_groups_have_unique_names_and_unordered_slots_positions():
         CacheLayout((group, group))
     with pytest.raises(ConfigError, match="unique names"):
         CacheLayout(())
-
-
-@pytest.mark.parametrize(("window", "ordered"), [(0, True), (-1, True), (8, False)])
-def test_window_needs_ordered_lanes_and_at_min_one_token(window, ordered):
-    page, rules = page_of(positions=True), {"window": window, "ordered": ordered}
-    with pytest.raises(ConfigError, match="a window needs ordered lanes and at least 1 token"):
-        LaneGroup(name="kv", page_class=page, layers=(0,), **rules)
 
 
 def test_sequence_of_one_token_needs_one_page_per_lane():
