@@ -90,6 +90,7 @@ def test_a_large_budget_gives_the_tokens_of_transformers(name, policy):
 
 
 LONG = [prompt for prompt in make_prompts(5, 60, seed=3) if len(prompt) > CAP]
+UNLIKE, BOTH, END = ("gemma3", "mimo_v2_flash", "llama4"), "prefill_and_decode", "prefill_end"
 WITH_CODECS = [
     *(("llama", "full", "int8"), ("llama", "full", "int4+residual=8")),
     *(("llama", "full", "int4_page/int8"), ("gemma3", "full", "int8+sinks=2+residual=8")),
@@ -100,7 +101,17 @@ WITH_CODECS = [
 ]
 
 
-def compare_with_engine(name, rule, when="prefill_and_decode", codec="none"):
+@pytest.mark.parametrize(
+    ("name", "rule", "when", "codec"),
+    [
+        *(("llama", rule, BOTH, "none") for rule in RULES.values()),
+        *((n, RULES["h2o"], BOTH, "none") for n in (*UNLIKE, "deepseek_v3")),
+        *((n, RULES["snapkv"], BOTH, "none") for n in ("gpt2", "gemma4", "deepseek_v3")),
+        *(("llama", RULES[rule], w, "none") for rule, w in (("h2o", END), ("average", "decode"))),
+        *((name, rule, BOTH, codec) for name, rule, codec in WITH_CODECS),
+    ],
+)
+def test_retained_sets_and_tokens_equal_those_of_the_engine(name, rule, when, codec):
     evict = rule if rule == "full" else f"{rule},cap={CAP},every={EVERY},when={when}"
     budget = {} if rule == "full" else {"budget": CAP, "every": EVERY, "when": when}
     model = build(name)
@@ -111,25 +122,6 @@ def compare_with_engine(name, rule, when="prefill_and_decode", codec="none"):
     assert list(zip(tokens, kept, strict=True)) == engine_kept(name, evict, LONG, codec=codec)
     heads = [len(head) for row in kept for layer in row for head in layer]
     assert rule == "full" or min(heads) < CAP + NEW_TOKENS
-
-
-@pytest.mark.parametrize(
-    ("name", "rule", "when"),
-    [
-        *(("llama", rule, "prefill_and_decode") for rule in RULES),
-        *((n, "h2o", "prefill_and_decode") for n in ("gemma3", "mimo_v2_flash", "llama4")),
-        *((n, "snapkv", "prefill_and_decode") for n in ("gpt2", "gemma4", "deepseek_v3")),
-        ("deepseek_v3", "h2o", "prefill_and_decode"),
-        *(("llama", "h2o", "prefill_end"), ("llama", "average", "decode")),
-    ],
-)
-def test_retained_sets_and_tokens_equal_those_of_the_engine(name, rule, when):
-    compare_with_engine(name, RULES[rule], when)
-
-
-@pytest.mark.parametrize(("name", "rule", "codec"), WITH_CODECS)
-def test_codecs_and_streams_give_the_tokens_and_retained_sets_of_the_engine(name, rule, codec):
-    compare_with_engine(name, rule, codec=codec)
 
 
 def engine_kept(
@@ -181,15 +173,6 @@ def test_the_peak_is_the_cap_for_prompts_ten_times_as_long(rule):
         assert 0 < cache.kv_used_bytes <= cache.kv_peak_bytes
         assert cache.kv_peak_bytes <= 2 * sum(group.bytes_at_most(CAP, 1) for group in groups)
         assert cache.get_seq_length() == 10 * CAP + NEW_TOKENS - 1
-
-
-def test_tokens_of_a_prompt_are_evicted_after_its_prefill():
-    model = build("llama")
-
-    with QuireCache(model, "h2o", "25%", when="prefill_end") as cache:
-        model(torch.tensor([[3, 5, 7, 9] * 20]), past_key_values=cache)
-
-        assert {len(head) for head in cache.retained_positions(0, 1)} == {20}
 
 
 def test_under_pressure_no_token_is_evicted_while_pages_are_free():
@@ -340,8 +323,11 @@ def test_each_turn_is_a_prompt_of_the_schedule(rule, when):
     assert max(held) <= CAP + (when == "decode") * 7 * 5
 
 
-def test_a_fraction_is_that_of_all_turns():
+def test_a_fraction_is_that_of_a_prompt_after_its_prefill_and_of_all_turns():
     model, first = build("llama"), torch.tensor([[3, 5, 7] * 20])
+    with QuireCache(model, "h2o", "25%", when="prefill_end") as cache:
+        model(torch.tensor([[3, 5, 7, 9] * 20]), past_key_values=cache)
+        assert {len(head) for head in cache.retained_positions(0, 1)} == {20}
     with QuireCache(model, "recent", "50%", when="prefill_end") as cache:
         two_turns(model, cache, first, TURN * 10, max_new_tokens=1)
 

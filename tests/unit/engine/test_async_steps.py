@@ -897,18 +897,16 @@ def test_decode_steps_of_any_options_and_static_inputs_wait_once():
     assert graphs.stats.replayed == 6
 
 
+ARCHITECTURES = ("llama_mqa", "mistral", "qwen2_window", "qwen3", "gemma2", "gpt2", "opt")
+
+
 @pytest.mark.parametrize(
-    "architecture", ["llama_mqa", "mistral", "qwen2_window", "qwen3", "gemma2", "gpt2", "opt"]
+    ("architecture", "codec"),
+    [*((name, "none") for name in ARCHITECTURES), *(("llama", c) for c in ("int8", "int4", "fp8"))],
 )
-def test_decode_step_of_any_architecture_waits_once(architecture):
+def test_decode_step_of_any_architecture_and_codec_waits_once(architecture, codec):
     reads = Reads()
-    check_waits(decoding_engine(architecture, reads, [OPTIONS["greedy"]] * 3), reads)
-
-
-@pytest.mark.parametrize("codec", ["int8", "int4", "fp8"])
-def test_decode_step_over_coded_pages_waits_once(codec):
-    reads = Reads()
-    check_waits(decoding_engine("llama", reads, [OPTIONS["greedy"]] * 3, codec=codec), reads)
+    check_waits(decoding_engine(architecture, reads, [OPTIONS["greedy"]] * 3, codec=codec), reads)
 
 
 @pytest.mark.slow

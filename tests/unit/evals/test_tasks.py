@@ -296,7 +296,7 @@ def test_six_equal_differences_are_the_fewest_that_exclude_no_difference():
     assert mean_of([0.0, 1.0] * 5) == few
 
 
-def test_prompts_of_a_file_are_texts_ids_or_chats(tmp_path, model):
+def test_prompts_of_a_file_are_texts_ids_or_chats(tmp_path, model, monkeypatch):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "<|doc|>Hello", "answer": "two  words"}\n\n{"prompt": [2, 5]}\n')
     first, second = read_prompts(path, model)
@@ -306,8 +306,6 @@ def test_prompts_of_a_file_are_texts_ids_or_chats(tmp_path, model):
     assert not first.accepts("twowords")
     assert len(read_prompts(path, model, limit=1)) == 1
 
-
-def test_chats_of_a_file_have_the_content_format_of_the_option(tmp_path, model, monkeypatch):
     parts = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
     monkeypatch.setattr(model.tokenizer, "chat_template", parts)
     path = tmp_path / "p.jsonl"

@@ -261,15 +261,8 @@ def test_highest_instruction_set_can_be_limited(name):
 
     assert found.path == min(LIBRARY.best_path, INSTRUCTION_SETS.index(name))
     assert limited(LIBRARY, {}).path == LIBRARY.fast_path <= LIBRARY.best_path
-
-
-@needs_library
-def test_unknown_instruction_set_raises():
     with pytest.raises(UnknownName, match="QUIRE_MAX_CPU_ISA 'avx3': did you mean avx2"):
         limited(LIBRARY, {MAX_CPU_ISA: "avx3"})
-
-
-def test_every_path_has_the_name_of_its_instruction_set():
     assert len(INSTRUCTION_SETS) == len(PATHS)
 
 

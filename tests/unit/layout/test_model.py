@@ -175,16 +175,11 @@ def test_deepseek_v2_has_the_defaults_of_transformers_except_experts_per_token()
         ModelSpec.from_config({"model_type": "deepseek_v2"})
 
 
-_SMALL_LATENT = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-}
+_SMALL_LATENT = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48}
 _SMALL_LATENT |= {"moe_intermediate_size": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
 _SMALL_LATENT |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 _SMALL_LATENT |= {"kv_lora_rank": 20, "q_lora_rank": 12, "qk_rope_head_dim": 6}
-_SMALL_LATENT |= {"qk_nope_head_dim": 10, "v_head_dim": 14}
+_SMALL_LATENT |= {"qk_nope_head_dim": 10, "v_head_dim": 14, "num_hidden_layers": 4}
 _LONGCAT = {"ffn_hidden_size": 40, "expert_ffn_hidden_size": 8, "moe_topk": 2, "num_layers": 3}
 
 
