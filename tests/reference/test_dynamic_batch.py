@@ -43,7 +43,7 @@ PAIRWISE = [  # every rule, every architecture and every way at least twice
     (architecture, RULES[i % len(RULES)], list(HOW)[i % len(HOW)], i)
     for i, architecture in enumerate([*ARCHITECTURES, *reversed(ARCHITECTURES)])
 ]
-ALL = list(product(ARCHITECTURES, RULES, HOW, range(2)))
+ALL = [pytest.param(*c, marks=pytest.mark.slow) for c in product(ARCHITECTURES, RULES, HOW, (0, 1))]
 
 
 @cache
@@ -51,7 +51,8 @@ def expected_of(architecture: str) -> list[Expected]:
     return expect(architecture, PROMPTS)
 
 
-def check(architecture: str, rule: str, how: str, seed: int) -> None:
+@pytest.mark.parametrize(("architecture", "rule", "how", "seed"), [*PAIRWISE, *ALL])
+def test_other_rows_change_no_logits(architecture, rule, how, seed):
     """`scale_at` is a fraction of the peak of a run without it."""
     options = dict(HOW[how]) | {"batch_size": 4, "batcher": rule}
     if "scale_at" in options:
@@ -66,17 +67,6 @@ def check(architecture: str, rule: str, how: str, seed: int) -> None:
     check_empty(batch)
     if rule in CHANGING and how != "tight":
         assert any(handle.preemptions for handle in seen.handles)
-
-
-@pytest.mark.parametrize(("architecture", "rule", "how", "seed"), PAIRWISE)
-def test_other_rows_change_no_logits(architecture, rule, how, seed):
-    check(architecture, rule, how, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "rule", "how", "seed"), ALL)
-def test_other_rows_change_no_logits_in_any_combination(architecture, rule, how, seed):
-    check(architecture, rule, how, seed)
 
 
 # ---- what masked slots hold ------------------------------------------------------------------

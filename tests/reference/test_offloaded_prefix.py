@@ -121,34 +121,22 @@ def test_logits_equal_those_with_enough_memory(name, rows):
 
 
 @pytest.mark.parametrize(
-    ("name", "part"),
+    ("name", "part", "attended"),
     [
-        *(("llama_mha", "1"), ("gpt2", "0.5"), ("bloom", "1"), ("qwen3", "1")),
-        *((name, "1") for name in ("mimo_v2_flash", "deepseek_v3", "deepseek_v2", "glm_moe_dsa")),
-        *slow(("deepseek_v32", "0.5"), *product(RECOMPUTED, ("0", "0.5", "1"))),
+        *((name, "1", "auto") for name in ("llama_mha", "bloom", "qwen3", "mimo_v2_flash")),
+        *((name, "1", "auto") for name in ("deepseek_v3", "deepseek_v2", "glm_moe_dsa")),
+        ("gpt2", "0.5", "auto"),
+        *slow(("deepseek_v32", "0.5", "auto"), *product(RECOMPUTED, ("0", "0.5", "1"), ["auto"])),
+        *(("llama", "off", "1"), ("falcon_alibi", "off", "0.5"), ("mimo_v2_flash", "off", "0.5")),
+        ("deepseek_v3", "off", "0.5"),
+        *slow(*product(("gpt2", "llama_mqa", "gemma2", "gpt_oss"), ["off"], ("0.5", "1"))),
     ],
 )
-def test_recomputed_kv_gives_equal_logits(name, part):
-    engine, logits, _ = run(name, 0.8, offload_recompute=part)
+def test_recomputed_kv_and_cpu_attention_give_equal_logits(name, part, attended):
+    engine, logits, _ = run(name, 0.8, offload_recompute=part, offload_cpu_attention=attended)
     assert offloaded(engine)
-    assert bool(engine.stats().recomputed_tokens) == (part != "0")
-    check_logits(name, logits)
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        *(
-            *(("llama", "1"), ("falcon_alibi", "0.5"), ("mimo_v2_flash", "0.5")),
-            ("deepseek_v3", "0.5"),
-        ),
-        *slow(*product(("gpt2", "llama_mqa", "gemma2", "gpt_oss"), ("0.5", "1"))),
-    ],
-)
-def test_cpu_attention_gives_equal_logits(name, part):
-    engine, logits, _ = run(name, 0.8, offload_recompute="off", offload_cpu_attention=part)
-    assert offloaded(engine)
-    assert engine.stats().cpu_attended_tokens
+    assert bool(engine.stats().recomputed_tokens) == (part not in ("0", "off"))
+    assert bool(engine.stats().cpu_attended_tokens) == (attended != "auto")
     check_logits(name, logits)
 
 

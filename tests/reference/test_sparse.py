@@ -155,11 +155,8 @@ def test_unsound_combinations_are_refused(architecture, options, message):
         ("off:pages=9", "without options"),
     ],
 )
-def test_invalid_rules_of_requests_are_refused(rule, message):
+def test_invalid_rules_and_those_of_an_engine_without_bounds_are_refused(rule, message):
     with pytest.raises(RequestError, match=message):
         engine_of().submit(GenerationRequest([5], greedy(1), sparse=rule))
-
-
-def test_rules_need_an_engine_with_bounds():
     with pytest.raises(RequestError, match="start it with --sparse"):
         engine_of(sparse="off").submit(GenerationRequest([5], greedy(1), sparse=RULE))

@@ -278,19 +278,17 @@ def test_positions_in_windows_of_a_stream_start_at_the_window(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("when", "prompt_tokens", "goes_on"),
+    ("when", "prompt", "goes_on"),
     [
-        ("prefill_and_decode", 200, True),
-        ("decode", 40, True),
-        ("prefill_end", 40, False),  # the answer grows without end
-        ("pressure", 40, False),  # lanes may hold more than the cap
+        ("prefill_and_decode", [*range(2, 102)] * 2, True),
+        ("decode", [7] * 40, True),
+        ("prefill_end", [7] * 40, False),  # the answer grows without end
+        ("pressure", [7] * 40, False),  # lanes may hold more than the cap
     ],
 )
-def test_only_streams_with_a_cap_below_the_context_may_exceed_it(when, prompt_tokens, goes_on):
+def test_only_streams_with_a_cap_below_the_context_may_exceed_it(when, prompt, goes_on):
     engine = engine_of(short_context("llama", 48), evict=f"{EVICT},when={when}")
-    got = run(
-        engine, [list(range(2, 102)) * 2][:1] if prompt_tokens > 100 else [[7] * 40], new_tokens=30
-    )
+    got = run(engine, [prompt], new_tokens=30)
     assert len(got["r0"]) == (30 if goes_on else 8)
 
 
@@ -376,16 +374,13 @@ def test_streams_share_prefixes_with_streams_only(llama):
     assert cached["d"] > STREAM.cap
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt"])
-def test_models_without_rope_are_rejected(name):
-    with pytest.raises(UnsoundCombination, match=r"adds learned positions.*use 'sinks'"):
-        engine_of(load(name))
-
-
-@pytest.mark.parametrize("attention", ["gathered", "reference", "native"])
-def test_attention_that_needs_keys_after_rope_is_rejected(llama, attention):
-    with pytest.raises(ConfigError, match=rf"attention={attention} needs keys stored after RoPE"):
-        engine_of(llama, kv={"attention": attention})
+def test_models_without_rope_and_attention_that_needs_keys_after_it_are_rejected(llama):
+    for name in ("gpt2", "opt"):
+        with pytest.raises(UnsoundCombination, match=r"adds learned positions.*use 'sinks'"):
+            engine_of(load(name))
+    for name in ("gathered", "reference", "native"):
+        with pytest.raises(ConfigError, match=rf"attention={name} needs keys stored after RoPE"):
+            engine_of(llama, kv={"attention": name})
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

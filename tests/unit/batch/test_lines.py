@@ -103,31 +103,25 @@ def test_messages_prefixes_and_prompt_keys_are_read():
         assert parse({"prompt": "Hi", **body}).sampling == {"max_tokens": 7}
 
 
+STRUCTURES = (
+    *({"response_format": {"type": "json_object"}}, {"guided_json_object": True}),
+    {"structured_outputs": {"json_object": True}},
+)
+
+
 @pytest.mark.parametrize(
     "member",
     [
         *({"stream": False}, {"echo": False}, {"logprobs": False}, {"user": "me"}, {"top_p": None}),
         *({"response_format": {"type": "text"}}, {"metadata": {"a": "b"}}, {"tools": []}),
         *({"modalities": ["text"]}, {"parallel_tool_calls": True}, {"no_repeat_ngram_size": 0}),
-        *({"typical_p": 1.0}, {"evcit": None}),
+        *({"typical_p": 1.0}, {"evcit": None}, *STRUCTURES),
     ],
 )
-def test_fields_with_neutral_values_are_accepted(member):
-    body = COMPLETION["body"] | member
-    assert parse(COMPLETION | {"body": body}).sampling == {"max_tokens": 3}
-
-
-@pytest.mark.parametrize(
-    "member",
-    [
-        *({"response_format": {"type": "json_object"}}, {"guided_json_object": True}),
-        {"structured_outputs": {"json_object": True}},
-    ],
-)
-def test_fields_that_set_a_structure_are_sampling_options(member):
-    body = COMPLETION["body"] | member
-    expected = {"max_tokens": 3, "structured_outputs": StructuredOutputs(json_object=True)}
-    assert parse(COMPLETION | {"body": body}).sampling == expected
+def test_fields_with_neutral_values_are_accepted_and_those_of_a_structure_set(member):
+    structure = {"structured_outputs": StructuredOutputs(json_object=True)}
+    expected = {"max_tokens": 3} | (structure if member in STRUCTURES else {})
+    assert parse(COMPLETION | {"body": COMPLETION["body"] | member}).sampling == expected
 
 
 @pytest.mark.parametrize(

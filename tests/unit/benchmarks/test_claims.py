@@ -107,37 +107,29 @@ def test_quick_form_without_the_figure_is_found(checkout, capsys, commands, mess
 
 
 @pytest.mark.parametrize(
-    ("path", "old", "new", "message"),
+    ("old", "new", "message", "code"),
     [
-        ("page.md", "It takes", "It took", "expected the sentence once, found it 0 times"),
-        ("page.md", "# Page", PAGE, "expected the sentence once, found it 2 times"),
-        ("docs/claims.toml", "claims/ratio", "claims/ratios", "no 'ratios' in it"),
-        ("docs/claims.toml", "claims/ratio", "claims", "expected a number at 'claims', got dict"),
-        ("docs/claims.toml", "results/speed", "results/none", "none.json does not exist"),
-        ("docs/claims.toml", 'script = "runs/', 'script = "run/', "expected the script run/speed"),
-        ("docs/claims.toml", 'document = "page.md"', 'document = "p.md"', "No such file"),
+        ("It takes", "It took", "expected the sentence once, found it 0 times", 1),
+        ("# Page", PAGE, "expected the sentence once, found it 2 times", 1),
+        ("claims/ratio", "claims/ratios", "no 'ratios' in it", 1),
+        ("claims/ratio", "claims", "expected a number at 'claims', got dict", 1),
+        ("results/speed", "results/none", "none.json does not exist", 1),
+        ('script = "runs/', 'script = "run/', "expected the script run/speed", 1),
+        ('document = "page.md"', 'document = "p.md"', "No such file", 1),
+        ("documents =", "documents", "after a key", 2),
+        ('stored = "docs/results/speed.json"', "", "claim.speed.stored\n  Field required", 2),
+        ("{} MB.", "MB.", "got 2 for 1", 2),
+        ('quick = "short"', 'quick = "long"', "expected a quick form of ['short'], got 'long'", 2),
+        ("scale = 1e-6", 'combine = "ratio"', "ratio got 1 keys", 2),
+        ("scale = 1e-6", "factor = 1e-6", "factor\n  Extra inputs", 2),
     ],
 )
-def test_missing_sentence_key_result_or_script_is_found(checkout, capsys, path, old, new, message):
+def test_missing_sentence_result_or_script_is_found_and_a_wrong_registry_refused(
+    checkout, capsys, old, new, message, code
+):
+    path = "page.md" if old in ("It takes", "# Page") else "docs/claims.toml"
     edit(checkout / path, old, new)
-    assert main(["--stored"], checkout) == 1
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("documents =", "documents", "after a key"),
-        ('stored = "docs/results/speed.json"', "", "claim.speed.stored\n  Field required"),
-        ("{} MB.", "MB.", "got 2 for 1"),
-        ('quick = "short"', 'quick = "long"', "expected a quick form of ['short'], got 'long'"),
-        ("scale = 1e-6", 'combine = "ratio"', "ratio got 1 keys"),
-        ("scale = 1e-6", "factor = 1e-6", "factor\n  Extra inputs"),
-    ],
-)
-def test_wrong_registry_is_refused(checkout, capsys, old, new, message):
-    edit(checkout / "docs/claims.toml", old, new)
-    assert main(["--stored"], checkout) == 2
+    assert main(["--stored"], checkout) == code
     assert message in capsys.readouterr().err
 
 

@@ -69,19 +69,6 @@ def test_invalid_value_is_refused_with_its_option_name(options, error, message):
         kv_config(**options)
 
 
-@pytest.mark.parametrize(
-    ("config", "options", "message"),
-    [
-        (KVConfig, {"offload": {"kv_memory": 1}}, "expected offload to be .*Config, got"),
-        (KVConfig, {"prefix_cache": False}, "expected prefix_cache to be .*Config, got"),
-        (OffloadConfig, {"recompute": 0.5, "cpu_attention": 0.6}, "of at most 1, got"),
-    ],
-)
-def test_nested_config_and_sum_of_fractions_are_checked(config, options, message):
-    with pytest.raises(ConfigError, match=message):
-        config(**options)
-
-
 # ---- URLs of shared stores -----------------------------------------------------------------------
 
 
@@ -140,19 +127,22 @@ def test_other_texts_are_refused_without_the_password(text, says):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("config", "options", "says"),
     [
-        ({"remote_ttl_s": -1.0}, "--remote-kv-ttl of 0 or more"),
-        ({"remote_ttl_s": float("nan")}, "--remote-kv-ttl of 0 or more"),
-        ({"remote_timeout_s": 0.0}, "--remote-kv-timeout above 0"),
-        ({"remote_timeout_s": 100.0}, "up to 60 seconds"),
-        ({"remote": "a:1"}, "--remote-kv: expected redis://HOST:PORT"),
-        ({"write": "x"}, "expected kv-write to be one of back, through"),
+        (KVConfig, {"offload": {"kv_memory": 1}}, "expected offload to be .*Config, got"),
+        (KVConfig, {"prefix_cache": False}, "expected prefix_cache to be .*Config, got"),
+        (OffloadConfig, {"recompute": 0.5, "cpu_attention": 0.6}, "of at most 1, got"),
+        (PrefixCacheConfig, {"remote_ttl_s": -1.0}, "--remote-kv-ttl of 0 or more"),
+        (PrefixCacheConfig, {"remote_ttl_s": float("nan")}, "--remote-kv-ttl of 0 or more"),
+        (PrefixCacheConfig, {"remote_timeout_s": 0.0}, "--remote-kv-timeout above 0"),
+        (PrefixCacheConfig, {"remote_timeout_s": 100.0}, "up to 60 seconds"),
+        (PrefixCacheConfig, {"remote": "a:1"}, "--remote-kv: expected redis://HOST:PORT"),
+        (PrefixCacheConfig, {"write": "x"}, "expected kv-write to be one of back, through"),
     ],
 )
-def test_invalid_options_are_refused(options, says):
+def test_invalid_options_and_nested_configs_are_refused(config, options, says):
     with pytest.raises(ConfigError, match=says):
-        PrefixCacheConfig(**options)
+        config(**options)
 
 
 # ---- sampling options ----------------------------------------------------------------------------
@@ -367,13 +357,10 @@ def test_wrong_message_is_refused_with_its_field(message, param, text):
     assert text in str(refused.value)
 
 
-@pytest.mark.parametrize("messages", [None, "hi", 5, {}, []])
-def test_no_list_of_messages_is_refused(messages):
-    with pytest.raises(RequestError, match="expected"):
-        read_messages(messages)
-
-
-def test_too_many_names_of_other_fields_are_refused():
+def test_no_list_of_messages_and_too_many_names_of_other_fields_are_refused():
+    for wrong in (None, "hi", 5, {}, []):
+        with pytest.raises(RequestError, match="expected"):
+            read_messages(wrong)
     messages = [USER | {f"field-{number}": 1} for number in range(MAX_EXTRA_FIELDS + 1)]
     with pytest.raises(RequestError, match="at most 64 unknown fields in messages, got 65"):
         read_messages(messages)

@@ -100,17 +100,21 @@ def test_the_native_decoder_gives_equal_tokens():
     assert stats.replayed > 20
 
 
-@pytest.mark.parametrize("evict", ["recent:cap=12", "sinks:cap=12,sinks=2", "random:cap=12"])
-def test_evictions_that_move_slots_give_equal_tokens(model, evict):
-    stats, engine = compare(model, TapedCalls(), make_prompts(12, 20, seed=2), evict=evict)
-    assert engine.stats().num_evictions > 20
-    assert stats.replayed > 20
+STATISTICS = [  # sums, a maximum over heads, several at once, stored queries, a budget's
+    *("h2o:cap=12,every=2", "average:cap=12,heads=max,granularity=token"),
+    *("roco:cap=16,recent=4,every=2", "scissorhands:cap=14,every=2"),
+    *("snapkv:cap=12,window=4,every=2", "tova:cap=12,every=2"),
+]
+MOVES_SLOTS = ("recent:cap=12", "sinks:cap=12,sinks=2", "random:cap=12")
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4:group=8", "fp8"])
-def test_coded_pages_give_equal_tokens(model, codec):
-    stats, _ = compare(model, TapedCalls(), make_prompts(12, 20, seed=3), codec=codec)
-    assert stats.replayed > 20
+@pytest.mark.parametrize("codec", ["int8", "int4:group=8", "fp8", *MOVES_SLOTS, *STATISTICS])
+def test_coded_pages_and_evictions_with_statistics_give_equal_tokens(model, codec):
+    """A tape's capture runs the step once, as the calls before a capture do: it must not count."""
+    kv = {"evict" if "cap=" in codec else "codec": codec}
+    stats, engine = compare(model, TapedCalls(), make_prompts(12, 20, seed=2), **kv)
+    assert "codec" in kv or engine.stats().num_evictions > 20
+    assert stats.replayed > (15 if codec in STATISTICS else 20)
 
 
 @pytest.mark.parametrize(
@@ -138,21 +142,6 @@ def test_wider_page_tables_are_captured_again(model):
     assert tokens[0] == tokens[1]
     assert len(tokens[0]) == 150
     assert engine.stats().graphs.captures == 3  # 16, 32 and 64 pages
-
-
-STATISTICS = [  # sums, a maximum over heads, several at once, stored queries, a budget's
-    *("h2o:cap=12,every=2", "average:cap=12,heads=max,granularity=token"),
-    *("roco:cap=16,recent=4,every=2", "scissorhands:cap=14,every=2"),
-    *("snapkv:cap=12,window=4,every=2", "tova:cap=12,every=2"),
-]
-
-
-@pytest.mark.parametrize("evict", STATISTICS)
-def test_attention_statistics_are_recorded_in_graphs(model, evict):
-    """A tape's capture runs the step once, as the calls before a capture do: it must not count."""
-    stats, engine = compare(model, TapedCalls(), make_prompts(12, 20, seed=6), evict=evict)
-    assert engine.stats().num_evictions > 20
-    assert stats.replayed > 15
 
 
 def test_rows_with_query_moments_and_plans_that_cannot_be_refreshed_run_without_a_graph(model):

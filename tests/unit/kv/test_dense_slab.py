@@ -277,26 +277,18 @@ def test_left_aligned_rows_are_split_layer_by_layer(meter):
         assert_equal(kv, packed(name, kv.tokens, ByteMeter()))
 
 
-def test_slab_at_its_limit_raises_and_is_unchanged(meter):
-    slab = DenseSlab(SHAPE, 1, 4, meter=meter, limit=6)
+def test_limits_of_a_slab_and_of_host_memory_and_a_used_row_raise_and_change_nothing(meter):
+    slab, host = DenseSlab(SHAPE, 1, 4, meter=meter, limit=6), ByteMeter(100)
     feed(slab, [1], [5])
-
     with pytest.raises(SlabFull, match=r"at most capacity_tokens=6 columns, got 7"):
         slab.begin([2], 2)
-
     check(slab, [1], [5], meter)
-
-
-def test_extract_into_full_host_memory_raises_and_changes_nothing(meter):
-    host = ByteMeter(100)
-    slab = DenseSlab(SHAPE, 1, 4, meter=meter)
-    feed(slab, [1], [2])
-
-    with pytest.raises(HostMemoryFull, match=r"144 B more within 100 B of CPU memory, 0 B are"):
+    with pytest.raises(HostMemoryFull, match=r"360 B more within 100 B of CPU memory, 0 B are"):
         slab.extract(0, CPU, host)
-
     assert host.used_bytes == 0
-    check(slab, [1], [2], meter)
+    check(slab, [1], [5], meter)
+    with pytest.raises(InvariantError, match="row 0 of the slab holds"):
+        slab.embed(0, packed(2, 1, ByteMeter()))
 
 
 @pytest.mark.parametrize("fails", [0, 1, 3])
@@ -329,14 +321,6 @@ def test_split_copies_one_tensor_at_a_time(meter, rows):
 
     assert meter.used_bytes == rows * 5 * TOKEN_BYTES == sum(kv.num_bytes for kv in split_rows)
     assert meter.peak_bytes <= SHAPE.growing_bytes(rows, 5)
-
-
-def test_embed_into_a_used_row_is_rejected():
-    slab = DenseSlab(SHAPE, 1, 4, meter=ByteMeter())
-    feed(slab, [1], [2])
-
-    with pytest.raises(InvariantError, match="row 0 of the slab holds"):
-        slab.embed(0, packed(2, 1, ByteMeter()))
 
 
 @given(st.integers(1, 400), st.integers(0, 400), st.integers(1, 60))

@@ -256,15 +256,6 @@ def assert_chained_equals_single_layers(folder, monkeypatch, **options):
     assert not chains
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"temperature": 0.9, "top_p": 0.9}, {"schedule": {"batch_invariant": True}}],
-    ids=["greedy", "drawn", "batch-invariant"],
-)
-def test_chain_equals_single_layers(folder, options, monkeypatch):
-    assert_chained_equals_single_layers(folder, monkeypatch, **options)
-
-
 def test_windows_share_a_chain_whose_times_include_attention(windows_folder, monkeypatch, folder):
     llm = LLM(str(folder), model_impl="native", kv=KVConfig(memory="4MiB"))
     times = llm.engine.model.decoder.time_parts()
@@ -275,18 +266,25 @@ def test_windows_share_a_chain_whose_times_include_attention(windows_folder, mon
 
 
 RECENT = {"evict": "recent:cap=16,sinks=4,every=4"}
+STATISTICS = [  # sums, squares, a maximum over heads, all heads apart, stored queries
+    *("h2o:cap=16,every=4", "roco:cap=18,every=2", "scissorhands:cap=16,every=4"),
+    *("average:cap=16,heads=max,granularity=token", "snapkv:cap=16,window=4,every=4"),
+    *("tova:cap=16,every=2", "kvcrush:cap=24,base=h2o,every=4"),
+]
 
 
 @pytest.mark.parametrize(
-    "kv",
+    "options",
     [
+        *({}, {"temperature": 0.9, "top_p": 0.9}, {"schedule": {"batch_invariant": True}}),
         *(RECENT | {"page_tokens": 4}, {"evict": "knorm:cap=12,every=2", "page_tokens": 4}),
         *(RECENT | {"codec": codec} for codec in ("int8", "int8/int4")),
+        *({"page_tokens": 4, "evict": rule} for rule in STATISTICS),
     ],
     ids=str,
 )
-def test_layers_without_statistics_and_with_coded_pages_are_a_chain(folder, kv, monkeypatch):
-    assert_chained_equals_single_layers(folder, monkeypatch, **kv)
+def test_chain_equals_single_layers(folder, options, monkeypatch):
+    assert_chained_equals_single_layers(folder, monkeypatch, **options)
 
 
 WINDOWS = {"page_tokens": 4}
@@ -328,18 +326,6 @@ def test_continued_steps_equal_new_ones(folder, windows_folder, options, monkeyp
 
     monkeypatch.setattr(ChainedStep, "continued", lambda *args: None)
     assert long_outputs(folder, options) == expected
-
-
-STATISTICS = [  # sums, squares, a maximum over heads, all heads apart, stored queries
-    *("h2o:cap=16,every=4", "roco:cap=18,every=2", "scissorhands:cap=16,every=4"),
-    *("average:cap=16,heads=max,granularity=token", "snapkv:cap=16,window=4,every=4"),
-    *("tova:cap=16,every=2", "kvcrush:cap=24,base=h2o,every=4"),
-]
-
-
-@pytest.mark.parametrize("evict", STATISTICS)
-def test_layers_with_statistics_are_a_chain(folder, evict, monkeypatch):
-    assert_chained_equals_single_layers(folder, monkeypatch, page_tokens=4, evict=evict)
 
 
 @pytest.mark.parametrize("kv", [{"evict": "expected_attention:cap=16"}, {"codec": "fp8"}], ids=str)

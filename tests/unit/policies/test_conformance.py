@@ -96,7 +96,7 @@ def degenerate(view, slots=None):
 
 
 @every_rule
-def test_rule_documents_its_cost_and_options(name):
+def test_rule_documents_its_cost_and_options_and_refuses_a_too_small_cap(name):
     policy = policy_of(name, {})
     documented = documented_attributes(type(policy).__doc__ or "")
 
@@ -105,6 +105,14 @@ def test_rule_documents_its_cost_and_options(name):
     assert policy.scope in (LANE, LAYER)
     source = (sys.modules[type(policy).__module__].__doc__ or "").replace("papers", "paper")
     assert "Differs from the paper" in source or name == "random"
+
+    least, options = policy.min_cap, "granularity=page," if policy.needs_pieces else ""
+    leaving = 0 if scoring_of(policy.statistics) else 3  # evicted once, to the cap
+    assert make_eviction(f"{name}:{options}cap={least + leaving},every=3").policy == policy
+    if least > 1:
+        cap = least + leaving - 1
+        with pytest.raises(ConfigError, match=r"raise cap\b.* every"):
+            make_eviction(f"{name}:{options}cap={cap - policy.added_tokens(cap)},every=3")
 
 
 def assert_counts(policy, view, retained, keep):
@@ -165,9 +173,14 @@ def test_scores_of_identical_tokens_are_finite(name, slots):
 
 @every_rule
 def test_selection_is_independent_of_other_lanes_their_order_and_padding(name):
+    """It is also deterministic, and changes no input."""
     policy, view = rule_and_view(name)
     keep = torch.full_like(num_slots(view), policy.min_cap + 9)
-    together = policy.select(view, keep)
+    inputs = [view.positions, keep, view.keys, view.values, *view.statistics.values()]
+    before = [values.clone() for values in inputs]
+    together, again = policy.select(view, keep), policy.select(view, keep)
+    assert torch.equal(together, again)
+    assert all(torch.equal(value, copy) for value, copy in zip(inputs, before, strict=True))
 
     backwards = policy.select(reordered(view, [3, 2, 1, 0], (2, 1), 2), keep)
     assert torch.equal(backwards, together[[3, 2, 1, 0]])
@@ -179,8 +192,6 @@ def test_selection_is_independent_of_other_lanes_their_order_and_padding(name):
             single = reordered(view, [lane], (view.layers[lane // 2],), 1)
             assert torch.equal(policy.select(single, keep[:1]), together[lane : lane + 1])
 
-    policy, view = rule_and_view(name)
-    keep = torch.full_like(num_slots(view), policy.min_cap + 9)
     pad = torch.nn.functional.pad
     statistics = {
         own: pad(values, (0, 7)) if values.dim() == 2 else values
@@ -191,7 +202,7 @@ def test_selection_is_independent_of_other_lanes_their_order_and_padding(name):
     padded = changed(view, positions=positions, statistics=statistics, slots=slots)
 
     retained = retained_positions(padded, policy.select(padded, keep))
-    assert retained == retained_positions(view, policy.select(view, keep))
+    assert retained == retained_positions(view, together)
 
 
 @rules_that(lambda policy: policy.scope == LAYER)
@@ -202,19 +213,6 @@ def test_heads_of_a_layer_scope_rule_retain_one_set(name):
     retained = view.by_layer(policy.select(view, keep))
 
     assert torch.equal(retained[:, 0], retained[:, 1])
-
-
-@every_rule
-def test_rule_is_deterministic_and_does_not_modify_its_inputs(name):
-    policy, view = rule_and_view(name)
-    keep = torch.full_like(num_slots(view), policy.min_cap + 9)
-    inputs = [view.positions, keep, view.keys, view.values, *view.statistics.values()]
-    before = [values.clone() for values in inputs]
-
-    first, second = policy.select(view, keep), policy.select(view, keep)
-
-    assert torch.equal(first, second)
-    assert all(torch.equal(value, copy) for value, copy in zip(inputs, before, strict=True))
 
 
 @every_rule
@@ -235,31 +233,15 @@ def test_rule_retains_whole_pieces_within_the_limit(name):
 
 
 @rules_that(lambda policy: policy.statistics)
-def test_view_without_statistics_is_refused_by_name(name):
+def test_view_without_statistics_or_recorded_queries_is_refused_by_name(name):
     policy, view = rule_and_view(name)
     with pytest.raises(PolicyError, match="built without the statistic"):
         policy.select(changed(view, statistics={}), num_slots(view) - 1)
-
-
-@rules_that(reads_queries)
-def test_rule_on_queries_is_refused_without_recorded_queries(name):
-    policy, view = rule_and_view(name)
+    if not reads_queries(policy):
+        return
     empty = {name: torch.zeros_like(values) for name, values in view.statistics.items()}
     with pytest.raises(PolicyError, match="no query"):
         policy.select(changed(view, statistics=empty), num_slots(view) - 1)
-
-
-@every_rule
-def test_too_small_cap_is_refused(name):
-    policy = policy_of(name, {})
-    least, options = policy.min_cap, "granularity=page," if policy.needs_pieces else ""
-    leaving = 0 if scoring_of(policy.statistics) else 3  # evicted once, to the cap
-
-    assert make_eviction(f"{name}:{options}cap={least + leaving},every=3").policy == policy
-    if least > 1:
-        cap = least + leaving - 1
-        with pytest.raises(ConfigError, match=r"raise cap\b.* every"):
-            make_eviction(f"{name}:{options}cap={cap - policy.added_tokens(cap)},every=3")
 
 
 # ---- validation and selections -------------------------------------------------------------------

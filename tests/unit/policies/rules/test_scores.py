@@ -356,12 +356,8 @@ def test_weights_of_folded_queries_over_latents_are_those_of_the_heads(window):
     def sums(queries, keys):  # a lane for each KV head
         lanes = queries.view(window, len(keys), -1).transpose(0, 1)
         record = torch.cat([lanes, marks.expand(len(keys), -1, -1)], dim=2)
-        more = {
-            "statistics": {ring.name: record},
-            "slots": Slots(keys, keys),
-            "layer_scales": (0.4,),
-        }
-        more |= {"heads_per_layer": len(keys), "head_dim": keys.shape[2]}
+        more = {"statistics": {ring.name: record}, "slots": Slots(keys, keys)}
+        more |= {"heads_per_layer": len(keys), "head_dim": keys.shape[2], "layer_scales": (0.4,)}
         view = KVView(torch.arange(tokens).expand(len(keys), -1), tokens, **more)
         return column_sums(view, ring).flatten(0, 1)
 
@@ -467,31 +463,28 @@ def test_rkv_ignores_the_newest_similar_key():
     assert mean.tolist() == [[0.5, 0.0, 0.25, 0.0]]
 
 
-@pytest.mark.parametrize("block", [0, 64])
-def test_similarity_is_independent_of_the_slice_size(block, monkeypatch):
-    keys = torch.randn(3, 150, 4, generator=torch.Generator().manual_seed(0))
-    live = torch.arange(150) < torch.tensor([150, 97, 4])[:, None]
-    keys = keys * live[:, :, None]
-    expected = mean_similarity(keys, live, threshold=0.5, block_tokens=block)
-    monkeypatch.setattr(windows, "SCRATCH_NUMBERS", 1)
-    assert torch.equal(mean_similarity(keys, live, threshold=0.5, block_tokens=block), expected)
-    assert not expected[~live].any()
-
-
-def test_window_scores_are_independent_of_the_slice_size(monkeypatch):
-    history = make_history(tokens=30, fixed=6)
-    policies = [TOVA(), SnapKV(window=6), RKV(window=6)]
-    views = [history.view(policy.statistics) for policy in policies]
-    expected = [policy.score(view) for policy, view in zip(policies, views, strict=True)]
-    monkeypatch.setattr(windows, "SCRATCH_NUMBERS", 1)
-    for policy, view, scores in zip(policies, views, expected, strict=True):
-        assert torch.allclose(policy.score(view), scores, rtol=0, atol=1e-6)
-
-
-def test_scratch_memory_of_slices_is_bounded():
+def test_similarity_and_scores_are_independent_of_the_slice_size_which_is_bounded(monkeypatch):
     parts = list(windows.slices(1000, windows.SCRATCH_NUMBERS // 3))
     assert {part.stop - part.start for part in parts} == {3}
     assert len(list(windows.slices(5, 10 * windows.SCRATCH_NUMBERS))) == 5
+
+    keys = torch.randn(3, 150, 4, generator=torch.Generator().manual_seed(0))
+    live = torch.arange(150) < torch.tensor([150, 97, 4])[:, None]
+    keys, history = keys * live[:, :, None], make_history(tokens=30, fixed=6)
+    policies = [TOVA(), SnapKV(window=6), RKV(window=6)]
+    views = [history.view(policy.statistics) for policy in policies]
+
+    def results():
+        blocks = [mean_similarity(keys, live, threshold=0.5, block_tokens=n) for n in (0, 64)]
+        return blocks, [rule.score(view) for rule, view in zip(policies, views, strict=True)]
+
+    blocks, expected = results()
+    monkeypatch.setattr(windows, "SCRATCH_NUMBERS", 1)
+    in_slices, scores = results()
+    assert all(map(torch.equal, in_slices, blocks))
+    assert not any(block[~live].any() for block in blocks)
+    for found, whole in zip(scores, expected, strict=True):
+        assert torch.allclose(found, whole, rtol=0, atol=1e-6)
 
 
 WORD = (1 << 64) - 1
