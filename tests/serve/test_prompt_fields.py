@@ -369,9 +369,6 @@ def test_short_prompt_is_served_by_a_default_rule_with_a_cap_in_percent(percent_
     assert '"error":{' not in response.text
 
 
-# ---- texts ---------------------------------------------------------------------------------------
-
-
 # ---- the lower bound of the number of tokens of a text -------------------------------------------
 
 BYTES = {letter: n for n, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}

@@ -18,10 +18,10 @@ from quire.kv.lane_reader import LaneReader
 from quire.kv.memory import KVMemory
 from quire.kv.paged_kv import allocate_kv
 from quire.kv.sharing import fork
-from quire.kv.step import StepAttention
 from quire.kv.swap import swap_in, swap_out
 from quire.layout.kv_format import read_format
 from quire.layout.layout import layout_for
+from support.lanes import grown_step
 from support.model_specs import small_spec
 
 CPU = torch.device("cpu")
@@ -135,11 +135,7 @@ class CheckedMemory:
         return row
 
     def step(self, tokens: dict[int, int]) -> None:
-        order = sorted(tokens, key=lambda row: tokens[row] != 1)
-        rows = np.array(order, dtype=np.int64)
-        counts = np.array([tokens[row] for row in order], dtype=np.int32)
-        self.memory.grow(rows, counts)
-        step = StepAttention(self.kv, rows, counts)
+        step, order, counts = grown_step(self.kv, tokens)
         for layer in range(len(MODEL.layers)):
             query, key, value = self.draw(int(counts.sum()))
             got = step.attend(layer, MATH, query, key, value)

@@ -7,6 +7,7 @@ import torch
 
 from quire.kernels.backend import LaneSlots, LaneVectors, LayerPages, PageScores, StepShape
 from quire.kernels.reference_backend import ReferenceAttention
+from quire.kv.step import StepAttention
 from quire.policies.view import KVView
 
 
@@ -235,3 +236,11 @@ def num_threads(count):
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def grown_step(kv, tokens):
+    """Grow rows, those of one token first: attention of the step, its rows and their tokens."""
+    order = sorted(tokens, key=lambda row: tokens[row] != 1)
+    counts = np.array([tokens[row] for row in order], dtype=np.int32)
+    kv.memory.grow(np.array(order, dtype=np.int64), counts)
+    return StepAttention(kv, np.array(order, dtype=np.int64), counts), order, counts

@@ -237,7 +237,7 @@ def check_cancelled(found, expected, cancelled):
             assert output == expected[key]
 
 
-def test_cancelled_requests_end_and_others_are_equal(model):
+def test_cancelled_requests_end_preempted_ones_keep_their_token_and_others_are_equal(model):
     some = work("sampling")
     expected = some.run(some.engine(model, asynchronous=False))
     engine = some.engine(model, asynchronous=True)
@@ -247,6 +247,14 @@ def test_cancelled_requests_end_and_others_are_equal(model):
             engine.cancel(f"r{step}")
 
     check_cancelled(some.run(engine, cancel), expected, {"r2", "r5", "r6"})
+    engine = some.engine(model, asynchronous=True)
+
+    def preempt(step):
+        if step in (3, 4, 9) and engine.scheduler.running:
+            engine.scheduler.lifecycle.preempt(engine.scheduler.running[-1], "for the test")
+
+    assert some.run(engine, preempt) == expected
+    assert PREEMPTED in engine.stats().async_scheduling.waited
 
 
 def test_cancelling_all_requests_leaves_an_idle_engine(model):
@@ -503,21 +511,6 @@ def test_rows_with_bad_logits_end_with_an_error(model, monkeypatch):
 
     assert [output.reason for output in found.values()].count("error") == 1
     assert all(output.reason in ("length", "error") for output in found.values())
-
-
-def test_request_preempted_from_outside_keeps_its_token(model):
-    some = work("sampling")
-    expected = some.run(some.engine(model, asynchronous=False))
-    engine = some.engine(model, asynchronous=True)
-
-    def preempt(step):
-        if step in (3, 4, 9) and engine.scheduler.running:
-            engine.scheduler.lifecycle.preempt(engine.scheduler.running[-1], "for the test")
-
-    found = some.run(engine, preempt)
-
-    assert found == expected
-    assert PREEMPTED in engine.stats().async_scheduling.waited
 
 
 def test_replaced_sampler_is_called_synchronously(model):

@@ -451,24 +451,17 @@ def test_logits_to_keep_has_the_meaning_of_transformers(keep, columns) -> None:
         (("recent", "2MiB", "decode", 8), "recent:cap=2MiB,when=decode,every=8"),
         (("recent:cap=100", None, None, 9), "recent:cap=100,every=9"),
         (("recent:cap=100", None, None, None), "recent:cap=100"),
+        # a compression ratio is the evicted fraction of the prompt
+        (("snapkv", *[None] * 3, 0.5), "snapkv:cap=50%"),
+        (("h2o:recent=4", *[None] * 3, 0.9), "h2o:recent=4,cap=10%"),
+        (("recent", *[None] * 3, 1 / 3), "recent:cap=66.666666667%"),
+        (("recent", *[None] * 3, 0.99999), "recent:cap=0.001%"),
+        *(((name, *[None] * 3, 0.0), "full") for name in ("recent", "full")),
+        (("full", *[None] * 4), "full"),
     ],
 )
-def test_budget_and_schedule_become_policy_options(given, text) -> None:
+def test_budget_ratio_and_schedule_become_policy_options(given, text) -> None:
     assert rule_text(*given) == text
-
-
-@pytest.mark.parametrize(
-    ("policy", "ratio", "text"),
-    [
-        ("snapkv", 0.5, "snapkv:cap=50%"),
-        ("h2o:recent=4", 0.9, "h2o:recent=4,cap=10%"),
-        ("recent", 1 / 3, "recent:cap=66.666666667%"),
-        *(("recent", 0.99999, "recent:cap=0.001%"), ("recent", 0.0, "full"), ("full", 0.0, "full")),
-        ("full", None, "full"),
-    ],
-)
-def test_compression_ratio_is_the_evicted_fraction_of_the_prompt(policy, ratio, text) -> None:
-    assert rule_text(policy, None, None, None, ratio) == text
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.3, 0.7, 0.9])

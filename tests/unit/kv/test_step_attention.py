@@ -26,6 +26,7 @@ from quire.layout.codec_names import CODECS, codec_pair
 from quire.layout.layout import layout_for
 from quire.layout.pages import CacheLayout, LaneGroup, kv_pages
 from quire.layout.sparse import parse_sparse
+from support.lanes import grown_step
 from support.model_specs import small_spec
 
 NUM_HEADS = 4
@@ -70,18 +71,9 @@ def start_rows(kvs, count):
     return rows
 
 
-def grown_step(kv, tokens):
-    """Grow rows; rows of one token are first in a step."""
-    order = sorted(tokens, key=lambda row: tokens[row] != 1)
-    rows = np.array(order, dtype=np.int64)
-    counts = np.array([tokens[row] for row in order], dtype=np.int32)
-    kv.memory.grow(rows, counts)
-    return StepAttention(kv, rows, counts)
-
-
 def run_step(kv, tokens, tensors, math):
     """Grow the rows, then attend in every layer; returns [tokens, heads, dim] of each."""
-    step = grown_step(kv, tokens)
+    step = grown_step(kv, tokens)[0]
     return [step.attend(layer, math, *parts) for layer, parts in enumerate(tensors)]
 
 
@@ -221,7 +213,7 @@ class Twins:
 
     def step(self, tokens):
         """Grow rows, compute attention in all layers, and compare the outputs."""
-        coded, plain = (grown_step(kv, tokens) for kv in self.both)
+        coded, plain = (grown_step(kv, tokens)[0] for kv in self.both)
         for layer in range(CODED_LAYERS):
             query, key, value = self.draw(sum(tokens.values()))
             got = coded.attend(layer, MATH, query, key, value)
@@ -321,7 +313,7 @@ def test_codes_and_scales_move_bit_for_bit(codec):
     """Evictions move slots into holes; forks and swaps copy pages."""
     kv = make_coded_kv(codec, GatheredAttention(CPU), PAGE)
     row, generator = kv.memory.start(), torch.Generator().manual_seed(4)
-    step = grown_step(kv, {row: 23})
+    step = grown_step(kv, {row: 23})[0]
     for layer in range(CODED_LAYERS):
         shapes = (NUM_HEADS, HEAD_DIM), (2, HEAD_DIM), (2, VALUE_DIM)
         tensors = [torch.randn(23, *shape, generator=generator) for shape in shapes]
@@ -389,7 +381,7 @@ def test_column_sums_over_codes_equal_those_of_the_reference():
         drawn = twins.draw(sum(tokens))
         for kv in (twins.coded, reference):
             counts = dict(zip(rows, tokens, strict=True))
-            grown_step(kv, counts).attend(0, MATH, *drawn)
+            grown_step(kv, counts)[0].attend(0, MATH, *drawn)
         sums = [backend.column_sums for backend in backends]
 
         torch.testing.assert_close(*sums, atol=1e-5, rtol=1e-4)
@@ -465,7 +457,7 @@ def test_bounds_follow_the_keys_of_their_pages(codec, backend, heads_apart):
     memory = kv.memory
 
     def run(tokens):
-        step, count = grown_step(kv, tokens), sum(tokens.values())
+        step, count = grown_step(kv, tokens)[0], sum(tokens.values())
         drawn = [torch.randn(count, n, 16, generator=generator).to(dtype) for n in (4, 2, 2)]
         for layer in range(3):
             step.attend(layer, AttentionMath(scale=0.2), *drawn)

@@ -230,7 +230,7 @@ def test_shared_layers_are_converted_once_and_derived_ones_not(convert, form):
 
 
 @pytest.mark.parametrize("form", ["packed"])
-def test_other_shared_weights_are_not_packed(convert):
+def test_other_shared_weights_and_modules_left_alone_are_not_packed(convert, products):
     first, second = nn.Linear(32, 32), nn.Linear(32, 32)
     second.weight = first.weight
     limited = nn.Embedding(32, 32, max_norm=1.0)
@@ -240,15 +240,15 @@ def test_other_shared_weights_are_not_packed(convert):
     assert list(convert(model)) == ["4"]
     assert type(model[2]) is nn.Embedding
 
-
-def test_layers_of_modules_left_alone_are_not_packed(products):
     model = nn.Sequential(nn.Sequential(nn.Linear(32, 32)), nn.Linear(32, 32))
     pack_linears(model, products, left_alone=[model[0]])
     assert [isinstance(one, PackedLinear) for one in (model[0][0], model[1])] == [False, True]
 
 
 @pytest.mark.parametrize("form", ["widened"])
-def test_widened_weights_are_shared_by_layers_and_fold_queries_of_latents(convert):
+def test_widened_weights_are_shared_fold_queries_of_latents_and_need_memory(
+    convert, monkeypatch, caplog
+):
     first, second = nn.Linear(8, 8, dtype=torch.bfloat16), nn.Linear(8, 8, dtype=torch.bfloat16)
     second.weight = first.weight
     model = nn.Sequential(first, second)
@@ -264,11 +264,6 @@ def test_widened_weights_are_shared_by_layers_and_fold_queries_of_latents(conver
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found, expected)
 
-
-@pytest.mark.parametrize("form", ["widened"])
-def test_layers_are_not_widened_without_memory_and_a_warning_is_logged(
-    convert, monkeypatch, caplog
-):
     short = psutil.virtual_memory()._replace(available=100)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: short)
     with caplog.at_level(logging.WARNING):

@@ -14,7 +14,7 @@ from quire.policies.recent import Recent
 from quire.policies.value_norm import ValueNorm
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def temporary_registrations():
     """Discard what a test registers, and read entry points again."""
     with registry.temporary_registrations():
@@ -70,7 +70,6 @@ class Named(SinksAndRecent):
 """
 
 
-@pytest.mark.usefixtures("temporary_registrations")
 def test_rules_of_installed_packages_are_registered(monkeypatch):
     publish(monkeypatch, "quire.policies", INSTALLED_RULE)
 
@@ -82,7 +81,6 @@ def test_rules_of_installed_packages_are_registered(monkeypatch):
         assert registry.make_budget("installed_budget:more=5").more == 5
 
 
-@pytest.mark.usefixtures("temporary_registrations")
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -101,7 +99,6 @@ def test_package_that_cannot_be_loaded_is_named(monkeypatch, code, message):
     assert message in str(refused.value)
 
 
-@pytest.mark.usefixtures("temporary_registrations")
 def test_policy_file_is_loaded_once(tmp_path):
     file = tmp_path / "my_rule.py"
     file.write_text(INSTALLED_RULE + INSTALLED_BUDGET)
@@ -114,7 +111,6 @@ def test_policy_file_is_loaded_once(tmp_path):
     assert registry.make_budget("installed_budget:more=5").more == 5
 
 
-@pytest.mark.usefixtures("temporary_registrations")
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -167,7 +163,6 @@ UNKNOWN = [
 ]
 
 
-@pytest.mark.usefixtures("temporary_registrations")
 def test_classes_can_be_registered_again_and_budgets_need_plain_defaults():
     registry.register("recent")(Recent)
     registry.register_budget("uniform")(Uniform)
@@ -187,7 +182,6 @@ def test_classes_can_be_registered_again_and_budgets_need_plain_defaults():
         registry.register_budget("odd")(nested)
 
 
-@pytest.mark.usefixtures("temporary_registrations")
 @pytest.mark.parametrize("name", ["cap", "every", "when", "budget", "granularity", "chunk_tokens"])
 def test_schedule_option_names_are_reserved(name):
     reserved = make_dataclass("Reserved", [(name, int, 1)], bases=(Recent,), frozen=True)

@@ -188,11 +188,18 @@ def test_urgent_request_is_prefilled_in_the_next_step(batcher, pages):
         assert own[:3] == [10, 1, 1]
 
 
-def test_request_displaced_from_the_batch_by_an_urgent_one_keeps_its_pages():
+def test_no_request_is_preempted_if_its_pages_can_stay_or_that_would_not_admit_the_urgent_one():
     load = load_of("baton_pd:queue=4", urgent=-1)
     submit(load, *[(8, 12)] * 4)
     run_steps(load, 4)
     submit(load, (10, 3), priority=-1)
+    load.drain()
+    assert load.scheduler.num_preemptions == 0
+    load = load_of("continuous", urgent=-1)
+    submit(load, *[(8, 12)] * ROWS, priority=-1)
+    load.step()
+    submit(load, (10, 3), priority=-1)
+    submit(load, (10, 3), priority=0)
     load.drain()
     assert load.scheduler.num_preemptions == 0
 
@@ -242,16 +249,6 @@ def test_preempted_group_gives_its_rows_to_the_queue_of_a_limited_tenant(batcher
     load.drain()  # fails if the load thrashes
 
     assert 0 < group[0].progress.num_preemptions < 12
-
-
-def test_no_request_is_preempted_if_that_would_not_admit_the_urgent_one():
-    load = load_of("continuous", urgent=-1)
-    submit(load, *[(8, 12)] * ROWS, priority=-1)
-    load.step()
-    submit(load, (10, 3), priority=-1)
-    submit(load, (10, 3), priority=0)
-    load.drain()
-    assert load.scheduler.num_preemptions == 0
 
 
 # ---- option text -------------------------------------------------------------------------------

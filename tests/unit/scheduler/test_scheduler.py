@@ -397,18 +397,15 @@ def test_highest_point_equals_step_by_step_simulation(ends):
     assert best - 1e-6 <= found[0] <= np.ceil(best - 1e-6) + owed.max(initial=0)
 
 
-def test_names_of_rules():
+def test_names_of_rules_and_the_order_of_watermarks():
     peaks = Peaks(memory_of(8), chunk_tokens=2048)
     assert make_admission("auto", peaks, can_swap=True).name == "optimistic"
     assert make_admission("auto", peaks).name == "estimated"
     with pytest.raises(UnknownName, match="did you mean reserved"):
         rule_over("reservd", memory_of(8))
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.9, 0.8), (0.5, 1.5), (float("nan"), 1.0)])
-def test_watermarks_outside_their_order_are_rejected(low, high):
-    with pytest.raises(ConfigError, match="low_watermark"):
-        ScheduleConfig(low_watermark=low, high_watermark=high)
+    for low, high in ((0.0, 1.0), (0.9, 0.8), (0.5, 1.5), (float("nan"), 1.0)):
+        with pytest.raises(ConfigError, match="low_watermark"):
+            ScheduleConfig(low_watermark=low, high_watermark=high)
 
 
 def run_load(admission, *, stop_share=1.0, **schedule):

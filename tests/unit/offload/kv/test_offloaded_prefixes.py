@@ -38,6 +38,7 @@ from quire.offload.step_log import (
     Timed,
 )
 from quire.offload.swap.transfer import ThreadTransferWorker
+from support.lanes import grown_step
 from support.offloaded_kv import (
     CPU,
     FULL_LAYERS,
@@ -85,11 +86,7 @@ class OneCopyFails(ThreadTransferWorker):
 
 def step(kv, tokens, seed):
     """Grow rows and compute attention in every layer: [layer, token, head, head_dim]."""
-    order = sorted(tokens, key=lambda row: tokens[row] != 1)
-    rows = np.array(order, dtype=np.int64)
-    counts = np.array([tokens[row] for row in order], dtype=np.int32)
-    kv.memory.grow(rows, counts)
-    attention = StepAttention(kv, rows, counts)
+    attention, _, counts = grown_step(kv, tokens)
     generator = torch.Generator().manual_seed(seed)
     out = []
     for layer in range(MODEL.num_layers):

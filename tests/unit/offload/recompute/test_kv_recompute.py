@@ -16,7 +16,6 @@ from quire.errors import ConfigError, UnknownName
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.paged_kv import PagedKV
-from quire.kv.step import StepAttention
 from quire.layout.codec_names import CODECS, codec_spec
 from quire.layout.layout import SLOTS
 from quire.models.adapter import TransformersDecoder
@@ -28,6 +27,7 @@ from quire.offload.recompute.activation_allocator import ActivationAllocator
 from quire.offload.recompute.activation_store import ActivationCodec, ActivationStore
 from quire.offload.recompute.kv_recompute import KVRecompute
 from quire.offload.swap.transfer import ThreadTransferWorker
+from support.lanes import grown_step
 from support.offloaded_kv import (
     CPU,
     FULL_LAYERS,
@@ -128,12 +128,8 @@ def fix_split(kv, recomputed, host):
 
 def step(kv, model, known, tokens, seed):
     """Grow rows and compute attention in every layer: [layer, token, head, head_dim]."""
-    order = sorted(tokens, key=lambda row: tokens[row] != 1)
-    rows = np.array(order, dtype=np.int64)
-    counts = np.array([tokens[row] for row in order], dtype=np.int32)
-    starts = kv.memory.lengths[rows].copy()
-    kv.memory.grow(rows, counts)
-    attention = StepAttention(kv, rows, counts)
+    attention, order, counts = grown_step(kv, tokens)
+    starts = kv.memory.lengths[order] - counts
     generator = torch.Generator().manual_seed(seed)
     ids, positions = [], []
     for row, start, count in zip(order, starts.tolist(), counts.tolist(), strict=True):
