@@ -178,7 +178,9 @@ def corrupted(library, from_path):
 
 
 @needs_library
-def test_failing_path_falls_back_to_the_next_with_a_warning(caplog):
+def test_failing_path_falls_back_to_the_next_with_a_warning_if_there_is_one(caplog):
+    assert "wrong numbers" in self_test.on_right_path(corrupted(LIBRARY, 0)).reason
+    caplog.clear()
     if LIBRARY.path == 0:
         pytest.skip("this CPU has one path only")
     found = self_test.on_right_path(corrupted(LIBRARY, LIBRARY.path))
@@ -187,11 +189,6 @@ def test_failing_path_falls_back_to_the_next_with_a_warning(caplog):
     assert found.path == LIBRARY.path - 1
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert PATHS[LIBRARY.path] in caplog.text
-
-
-@needs_library
-def test_library_failing_on_every_path_is_not_used():
-    assert "wrong numbers" in self_test.on_right_path(corrupted(LIBRARY, 0)).reason
 
 
 @needs_library

@@ -244,15 +244,12 @@ def test_a_row_with_a_wrong_number_fails_alone(native, value, column):
     assert (tokens[0], tokens[2]) == (expected[0], expected[2])
 
 
-def test_a_row_without_tokens_and_a_row_that_overflows_fail(native):
+def test_the_first_of_the_likeliest_is_chosen_and_rows_without_tokens_or_that_overflow_fail(native):
     logits = random_logits(3)
     logits[0], logits[2] = -math.inf, 1e30
     options = [RowOptions(1, 1, 1.0, top_p=0.5), GREEDY, RowOptions(1, 1, 1e-20)]
 
     assert native.sample(logits, options)[1] == [0, 2]
-
-
-def test_the_first_of_the_likeliest_tokens_is_chosen(native):
     logits = torch.zeros(2, SIZE)
     logits[1, [70, 300, SIZE - 1]] = 2.0
 

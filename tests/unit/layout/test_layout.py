@@ -490,16 +490,23 @@ def test_invalid_choice_without_a_near_match_lists_all_choices(value):
         require_choice("colour", value, ("red", "green"))
 
 
-@pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [
-        *(("64MiB", 64 * 1024**2), ("1.5GiB", 3 * 1024**3 // 2), ("1TiB", 1024**4)),
-        *(("8MB", 8_000_000), ("8 mb", 8_000_000), ("2kB", 2000), ("0.1KiB", 102)),
-        *(("4096", 4096), ("4096B", 4096), (4096, 4096), ("0", 0)),
-    ],
-)
-def test_parse_size_with_units(text, size_bytes):
-    assert parse_size(text) == size_bytes
+PARSED = {"64MiB": 64 * 1024**2, "1.5GiB": 3 * 1024**3 // 2, "1TiB": 1024**4, "8MB": 8_000_000}
+PARSED |= {"8 mb": 8_000_000, "2kB": 2000, "0.1KiB": 102, "4096": 4096, "4096B": 4096}
+PARSED |= {4096: 4096, "0": 0}
+SHOWN = {0: "0 B", 1023: "1023 B", 1024: "1.00 KiB", 3 * 1024**3 // 2: "1.50 GiB"}
+SHOWN |= {4608 * 1024**3: "4.50 TiB", -2048: "-2.00 KiB"}
+ROUNDED = {1: "1KiB", 1024 * 1000: "1000KiB", 2**20: "1MiB", 12672 * 1024: "12.5MiB"}
+ROUNDED |= {2**26 - 1: "64MiB", 2**26 + 1: "65MiB", 2**44: "16777216MiB"}
+
+
+def test_sizes_are_parsed_shown_in_binary_units_and_rounded_up_in_options():
+    for text, size_bytes in PARSED.items():
+        assert parse_size(text) == size_bytes
+    for size_bytes, text in SHOWN.items():
+        assert format_size(size_bytes) == text
+    for size_bytes, text in ROUNDED.items():
+        assert option_size(rounded_size(size_bytes)) == text
+        assert parse_size(text) == rounded_size(size_bytes) >= size_bytes
 
 
 @pytest.mark.parametrize(
@@ -515,32 +522,9 @@ def test_invalid_size_is_rejected_with_an_example(text):
         parse_size(text)
 
 
-@pytest.mark.parametrize(
-    ("size_bytes", "text"),
-    [
-        *((0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (3 * 1024**3 // 2, "1.50 GiB")),
-        *((4608 * 1024**3, "4.50 TiB"), (-2048, "-2.00 KiB")),
-    ],
-)
-def test_format_size_uses_binary_units(size_bytes, text):
-    assert format_size(size_bytes) == text
-
-
 @given(st.integers(min_value=0, max_value=1 << 50))
 def test_parse_size_of_format_size_is_equal_within_rounding(size_bytes):
     assert parse_size(format_size(size_bytes)) == pytest.approx(size_bytes, rel=0.006, abs=1)
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "text"),
-    [
-        *((1, "1KiB"), (1024 * 1000, "1000KiB"), (2**20, "1MiB"), (12672 * 1024, "12.5MiB")),
-        *((2**26 - 1, "64MiB"), (2**26 + 1, "65MiB"), (2**44, "16777216MiB")),
-    ],
-)
-def test_size_of_an_option_is_rounded_up_and_read_back(size_bytes, text):
-    assert option_size(rounded_size(size_bytes)) == text
-    assert parse_size(text) == rounded_size(size_bytes) >= size_bytes
 
 
 SOURCE = Path(layout.__file__).parents[1]
