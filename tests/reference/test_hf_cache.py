@@ -275,12 +275,19 @@ def test_codecs_divide_bytes_and_streaming_generates_beyond_the_context():
 
 
 @pytest.mark.parametrize(
-    ("first", "chosen"), [("tova", "tova"), ("recent:budget=(duo:scores=smollm2)", "keydiff")]
+    ("first", "budget", "chosen"),
+    [
+        ("tova", "50%", "tova"),
+        ("recent:budget=(duo:scores=smollm2)", "50%", "keydiff"),
+        ("lagkv", 64, "keydiff"),  # below its sinks and two lags
+    ],
 )
-def test_auto_is_the_first_recommended_rule_that_fits_the_model(monkeypatch, first, chosen):
+def test_auto_is_the_first_recommended_rule_that_fits_model_and_cap(
+    monkeypatch, first, budget, chosen
+):
     monkeypatch.setattr(recommended, "RECOMMENDED", (first, "keydiff"))
-    with QuireCache(build("llama"), "auto", "50%") as cache:
-        assert f"'{chosen}:cap=50%'" in repr(cache)
+    with QuireCache(build("llama"), "auto", budget) as cache:
+        assert f"'{chosen}:cap={budget}'" in repr(cache)
 
 
 # ---- turns ---------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class Space:
         "int3_hadamard+residual=32",
     )  # the first is the baseline's
     # without cap; `full` retains all tokens
-    rules: tuple[str, ...] = (FULL, *RECOMMENDED, "recent:sinks=4", "lagkv", "snapkv")
+    rules: tuple[str, ...] = (FULL, *RECOMMENDED, "keydiff", "snapkv")
     # in tokens or as fractions of the prompt such as 50%
     caps: tuple[str, ...] = ("75%", "50%", "25%")
     schedules: tuple[str, ...] = ("prefill_end", "prefill_and_decode")  # values of `when`
