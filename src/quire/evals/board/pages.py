@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from quire.evals.board.grid import FULL, QUIRE
-from quire.evals.board.result import BYTE_CLASSES, BoardResult, Row, best_rules
+from quire.evals.board.result import BYTE_CLASSES, BoardResult, Row, best_of_classes, best_rules
 from quire.evals.intervals import Mean, prompts_to_show
 from quire.evals.suite.perplexity import PERPLEXITY, SUMMARY, window_overlap
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, PREFILL_END
@@ -38,7 +38,7 @@ _OTHER, _PARETO = "#3a8a4d", "#444444"
 
 def page(result: BoardResult, model: str, *, has_chart: bool, section: Sequence[str] = ()) -> str:
     """The leaderboard as Markdown."""
-    kept = _rule_lines(result.rows) if result.judged else ()
+    kept = (*_class_lines(result), *_rule_lines(result.rows)) if result.judged else ()
     lines = [*_intro(result, model, has_chart=has_chart), *kept, *section]
     return "\n".join([*lines, *_table(result), *_refused_lines(result)]) + "\n"
 
@@ -135,6 +135,27 @@ def _overlap_lines(boards: Sequence[BoardResult]) -> Iterator[str]:
 
 def _classes() -> str:
     return ", ".join(f"at most {share:g}" for share in BYTE_CLASSES)
+
+
+_LISTED = 3  # of each class
+
+
+def _class_lines(result: BoardResult) -> Iterator[str]:
+    """The best entries of each class of bytes, between marks for pages that include them."""
+    yield "## Best of each class of KV bytes"
+    yield ""
+    yield "<!-- --8<-- [start:classes] -->"
+    yield "| KV over full KV | options | requests in the same memory | quality over full KV |"
+    yield "| ---: | --- | ---: | ---: |"
+    rows = {row.entry: row for row in result.rows}
+    for entry in best_of_classes(result.rows, _LISTED):
+        row = rows[entry]
+        yield (
+            f"| {row.kv_share:.3f} | `{entry}` | {1 / row.kv_share:.1f} times | "
+            f"{_interval(row.quality)} |"
+        )
+    yield "<!-- --8<-- [end:classes] -->"
+    yield ""
 
 
 def _rule_lines(rows: Sequence[Row]) -> Iterator[str]:

@@ -118,6 +118,11 @@ def test_page_has_every_row_and_says_whether_the_model_may_judge():
     )
     assert "at or above 0.975, for which 146 prompts without a loss are needed" in text
     assert re.search(r"\| `full` \|.*\| 1.000 \(1.000 to 1.000\)", text)
+    listed = text.partition("start:classes] -->\n")[2].partition("<!-- --8<-- [end:classes]")[0]
+    assert [line.split(" | ")[1:3] for line in listed.splitlines()[2:]] == [
+        [f"`--kv-codec none --evict {KVCRUSH.evict}`", "2.0 times"],
+        [f"`--kv-codec none --evict {SINKS.evict}`", "2.5 times"],
+    ]
     assert again(result).rows[0] == result.rows[0]
     assert chart(result).startswith(b"<?xml")
 
