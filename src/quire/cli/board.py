@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 RESULT_FILE = "board.json"
 _GRID, _GRID_OPTIONS = Grid(), ("rules", "budgets", "schedules", "codecs", "sparse")
 _SHOWN = 20
+_PROMPTS, _QUICK_PROMPTS = 30, 8
 _QUICK = (
     Grid(rules=("recent:sinks=4", "snapkv", "keydiff"), budgets=("50%",), codecs=("none",)),
     Grid(rules=("snapkv", "keydiff"), budgets=("50%",), schedules=(PREFILL_END,), codecs=("int8",)),
@@ -71,14 +72,19 @@ class BoardFlags:
         "and sparse. It replaces these five options.",
         metavar="FILE",
     )
-    quick: bool = option(False, help="Run 10 entries instead of the grid.", common=True)
+    quick: bool = option(False, help="Run 10 entries with few prompts, not the grid.", common=True)
     tasks: str = option(
         "niah,facts,quote,repeats,labels,summary,perplexity",
         help="Tasks; quire eval tasks lists them.",
         common=True,
     )
     tokens: int = option(1024, help="Length of the prompts.", common=True)
-    num_prompts: int = option(30, help="Prompts of each task and seed.", common=True)
+    num_prompts: int | None = option(
+        None,
+        help=f"Prompts of each task and seed. Default: {_PROMPTS}, or {_QUICK_PROMPTS} with "
+        "--quick.",
+        common=True,
+    )
     seeds: str = option("1", help="Seeds of the prompts.")
     share_prefill: bool = option(
         True,
@@ -135,12 +141,15 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
         refuse_ignored(flags, *_GRID_OPTIONS, because="with --grids")
     if not flags.confirm:
         refuse_ignored(flags, "confirm_prompts", "confirm_tokens", because="without --confirm")
+    count = flags.num_prompts
+    if count is None:
+        count = _QUICK_PROMPTS if flags.quick else _PROMPTS
     grids = (grid,) if flags.grids is None else read_grids(flags.grids)
     config = BoardConfig(
         entries=entries_of(*(_QUICK if flags.quick else grids)),
         tasks=tuple(map(task_of, split_texts(flags.tasks, ","))),
         tokens=flags.tokens,
-        count=flags.num_prompts,
+        count=count,
         seeds=split_numbers("--seeds", flags.seeds),
         shares_prefill=flags.share_prefill,
         sanity=flags.sanity_check,
