@@ -43,6 +43,11 @@ def test_a_run_ends_at_its_time_limit_and_its_pages_say_so(quire, tmp_path):
     done = r"1/3 .*full: repeats, accuracy 1\.000, about \d:\d\d:\d\d left\n"
     assert re.search(done, stopped.stderr)
     assert "time limit: 1 of 3 entries are done" in stopped.stderr
+    rules = ("--rules", "random;kvcrush_openvino;sinks", "--time-limit")
+    assert quire(*SMALL, "--out", tmp_path, "--rules", "sinks").exit_code == 0
+    stored = last_line(quire(*SMALL, "--out", tmp_path, *rules, "0.001"))
+    assert {row["entry"]["rule"] for row in stored["arms"]["rows"]} == {"full", "sinks"}
+    assert stored["arms"]["entries_left"] == 2  # the stored entry comes after those left out
     assert "**2 entries did not run before the time limit.**" in page_of(tmp_path)
 
 

@@ -121,8 +121,8 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
     """Compare eviction rules, budgets, schedules and KV codecs on equal prompts.
 
     Writes a table and a chart of quality against KV bytes. Finished cells are stored in the folder
-    of --out, where a later run continues. --time-limit ends a run after the entry that
-    exceeds it; the pages have the entries so far. Ends with exit code 1 if no rule could run.
+    of --out, where a later run continues. --time-limit ends a run after the result that exceeds it;
+    the pages have all entries whose results are stored. Ends with exit code 1 if no rule could run.
     """
     from quire.evals.board.result import BoardResult, best_of_classes
     from quire.evals.board.run import BoardConfig

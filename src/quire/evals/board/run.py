@@ -121,8 +121,9 @@ class BoardRunner:
         for group in self._groups():
             for task in tasks:
                 for entry in group:
-                    if number and self._pace.is_over:
-                        return self._board(cells, refused, sanity)
+                    late = number and self._pace.is_over
+                    if late and self.stored.cell(*self._key(entry, task)) is None:
+                        continue  # later entries may be stored
                     number += 1
                     if entry in refused:
                         continue
