@@ -40,6 +40,7 @@ from quire.models.base import attention_math
 from quire.models.loader import LoadedModel
 from quire.offload.host_side import host_bytes_of, stream_bytes_of
 from quire.offload.kv.build import KVOffloadComponents, OffloadChoice, build_kv_offload
+from quire.offload.kv.hot_pages import OffloadedBounds, has_bounds, with_dense_layers
 from quire.offload.swap.host_pool import HostPool
 from quire.policies.eviction import Eviction
 from quire.policies.registry import load_policy_file
@@ -112,6 +113,8 @@ def build_pool(
 ) -> KVPool:
     """Allocate the arena, swap space and KV offload of an engine."""
     plan = _plan_pool(model, config, schedule)
+    if config.offload.kv_memory and member is not None and has_bounds(plan.layout):
+        raise limits.refused(limits.SPARSE_OFFLOAD)
     layout, device, mover = plan.layout, model.decoder.device, plan.backend.move
     host_bytes, offload_bytes = host_bytes_of(config, layout), stream_bytes_of(config, layout)
     if host_bytes is not None:
@@ -197,6 +200,8 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
         bounds=sparse is not None,
     )
     layout = rules.fitted(layout)
+    if sparse is not None and config.offload.kv_memory:
+        layout = with_dense_layers(layout, sparse)
     check_pre_rope(rules, model.decoder.prepare_pre_rope)
     choice = select_backend(
         config.attention,
@@ -227,7 +232,6 @@ def _refuse_sparse(
         (device.type != "cpu", limits.SPARSE_DEVICE),
         (config.attention == "triton", limits.SPARSE_DEVICE),
         (schedule.batch_invariant, limits.SPARSE_INVARIANT),
-        (bool(config.offload.kv_memory), limits.SPARSE_OFFLOAD),
         (bool(form.sinks or form.recent(config.page_tokens)), limits.SPARSE_FULL_PRECISION),
         (form.promoted is not None, limits.SPARSE_FULL_PRECISION),
         (bool(form.key.constants), limits.SPARSE_CALIBRATED),
@@ -296,9 +300,17 @@ def _own_memory(
     make_store: MakeStore,
 ) -> KVMemory:
     device, eviction = model.decoder.device, plan.eviction.spec
+    total_bytes = kv_memory_bytes(model, config, schedule, layout, eviction)
+    bounds_bytes = OffloadedBounds.bytes_for(layout, config.offload.kv_memory or 0)
+    if config.offload.kv_memory and bounds_bytes >= total_bytes:
+        raise ConfigError(
+            f"expected --kv-memory of more than {bounds_bytes:,} B, got {total_bytes:,} B: "
+            "--sparse keeps the bounds of the keys of offloaded pages there; raise it, or lower "
+            "--kv-offload-memory"
+        )
     return KVMemory(
         layout,
-        kv_memory_bytes(model, config, schedule, layout, eviction),
+        total_bytes - bounds_bytes * bool(config.offload.kv_memory),
         schedule.num_rows,
         store=make_store,
         track_changes=device.type != "cpu",

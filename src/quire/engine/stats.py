@@ -63,6 +63,8 @@ class EngineStats:
             offloaded tokens attended to on the CPU; each layer counts separately.
         sparse_pages_read, sparse_pages_held: pages of KV heads that decode steps of requests with
             sparse attention have read, and those that dense attention would have read.
+        sparse_pages_fetched, sparse_page_hits: such pages of offloaded KV that were fetched, and
+            those that were still on the device.
         num_swaps: sequences swapped out, including partial swaps.
         queried_tokens, cached_tokens: tokens of admitted requests looked up in the prefix cache,
             and those found there.
@@ -102,6 +104,8 @@ class EngineStats:
     cpu_attended_tokens: int
     sparse_pages_read: int
     sparse_pages_held: int
+    sparse_pages_fetched: int
+    sparse_page_hits: int
     num_swaps: int
     queried_tokens: int
     cached_tokens: int
@@ -127,6 +131,8 @@ NO_OFFLOAD = {
     "activation_bytes": 0,
     "recomputed_tokens": 0,
     "cpu_attended_tokens": 0,
+    "sparse_pages_fetched": 0,
+    "sparse_page_hits": 0,
 }
 
 

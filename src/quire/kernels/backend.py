@@ -107,6 +107,36 @@ def token_rows(step: StepShape, lanes: LaneSlots) -> tuple[StepShape, LaneSlots,
     return StepShape.of(ones), LaneSlots(slots, lanes.window), token_row
 
 
+@runtime_checkable  # for the shape checks in tests
+class OffloadedPages(Protocol):
+    """The pages of a layer in a step some of whose sparse rows have pages in offload memory."""
+
+    def bounds(
+        self, pages: "LayerPages", row: int, lane: int, columns: int
+    ) -> Float[Tensor, "column head 1 both_dims"]:
+        """Return the bounds of the first pages of a lane of a row."""
+        ...
+
+    def addresses(self, pages: "LayerPages", columns: int) -> NDArray[np.int64]:
+        """Return where the bounds of the first pages of all rows are, [row, lane, column]."""
+        ...
+
+    def fetch(
+        self, rows: NDArray[np.int64], columns: NDArray[np.int64], counts: NDArray[np.int32]
+    ) -> NDArray[np.int32]:
+        """Bring pages to the device until the layer's attention has run.
+
+        Args:
+            rows: rows of the step.
+            columns: [row, KV head, number] columns of the page table that they read.
+            counts: [row, lane] number of such columns; 0: none.
+
+        Returns:
+            The page of each column, in which this KV head is valid.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class LayerPages:
     """Location of the keys and values of one layer.
@@ -125,6 +155,7 @@ class LayerPages:
         promoted: tokens that attention reads in a finer codec; None if there are none.
         index: view of the index keys; None if the layer has no index of its own.
         bounds: view of the bounds of the keys of each page; None if pages have none.
+        offloaded: finds pages that sparse rows read; None: all are in the page table.
     """
 
     key: Shaped[Tensor, "page head token _"]
@@ -139,6 +170,7 @@ class LayerPages:
     promoted: PromotedPages | None = None
     index: Float[Tensor, "page 1 token index_dim"] | None = None
     bounds: Float[Tensor, "page head 1 both_dims"] | None = None
+    offloaded: OffloadedPages | None = None
 
     @property
     def page_tokens(self) -> int:

@@ -140,7 +140,11 @@ class SparsePlan:
                 column_sums[row] = sums
         row, token = to_device(self.rows, device), to_device(self.step.starts[self.rows], device)
         columns = self._select(pages, query[token])
-        copies = _copied(_of_rows(pages, row), columns, query.dtype)
+        numbers = None
+        if pages.offloaded is not None:
+            counts, found = self._counts(), columns.cpu().numpy()
+            numbers = torch.from_numpy(pages.offloaded.fetch(self.rows, found, counts)).to(device)
+        copies = _copied(_of_rows(pages, row), columns, query.dtype, numbers)
         slots = self._slots(pages.key.shape[1])
         sums = None
         if column_sums is not None:
@@ -168,22 +172,35 @@ class SparsePlan:
             )
         return self.plans[heads]
 
+    def _held(self) -> NDArray[np.int32]:
+        """Return the pages [row, lane] of the sparse rows."""
+        return -(-self.lanes.slots[self.rows] // np.int32(self.page_tokens))
+
+    def _counts(self) -> NDArray[np.int32]:
+        """Return the pages [row, lane] that the sparse rows read."""
+        assert self.lanes.sparse is not None, "see `of`"
+        some = self.lanes.sparse.pages[self.rows]
+        return np.where(some > 0, some, self._held())
+
     def _select(self, pages: LayerPages, query: Tensor) -> Int[Tensor, "row kv_head column"]:
         """Return the columns of the page table that each KV head reads; 0 after the last."""
         sparse, heads = self.lanes.sparse, pages.key.shape[1]
         assert pages.bounds is not None, "only such pages are selected"
         assert sparse is not None, "see `of`"
-        held = -(-self.lanes.slots[self.rows] // self.page_tokens)
-        counts = np.where(sparse.pages[self.rows] > 0, sparse.pages[self.rows], held)
+        held, counts = self._held(), self._counts()
         shape = (len(self.rows), pages.num_lanes, heads, int(counts.max()))
         found = torch.zeros(shape, dtype=torch.int64, device=query.device)
         by_lane = query.view(len(query), pages.num_lanes, heads, -1, query.shape[2]).float()
         for i, row in enumerate(self.rows.tolist()):
             for lane in range(pages.num_lanes):
                 columns, count = int(held[i, lane]), int(counts[i, lane])
-                numbers = pages.table[pages.rows[row], pages.first_lane + lane, :columns]
+                if pages.offloaded is None:
+                    numbers = pages.table[pages.rows[row], pages.first_lane + lane, :columns]
+                    bounds = pages.bounds[numbers.long()]
+                else:
+                    bounds = pages.offloaded.bounds(pages, row, lane, columns)
                 found[i, lane, :, :count] = select_pages(
-                    pages.bounds[numbers.long(), :, 0],
+                    bounds[:, :, 0],
                     by_lane[i, lane],
                     count,
                     sinks=int(sparse.sinks[row]),
@@ -238,12 +255,19 @@ def _of_rows(pages: LayerPages, rows: Int[Tensor, " row"]) -> LayerPages:
     return replace(pages, rows=pages.rows[rows])
 
 
-def _copied(pages: LayerPages, columns: Tensor, dtype: torch.dtype) -> LayerPages:
-    """Copy, or decode, the pages of each KV head to one-head pages of its own lane."""
+def _copied(
+    pages: LayerPages, columns: Tensor, dtype: torch.dtype, fetched: Tensor | None = None
+) -> LayerPages:
+    """Copy, or decode, the pages of each KV head to one-head pages of its own lane.
+
+    `fetched` are the pages of the columns, if not those of the table.
+    """
     heads, (rows, kv_heads, count) = pages.key.shape[1], columns.shape
     kv_head = torch.arange(kv_heads, device=columns.device)
     lane = (pages.first_lane + kv_head // heads)[None, :, None]
-    numbers = pages.table[pages.rows[:, None, None], lane, columns].clamp_min(0).long()
+    if fetched is None:
+        fetched = pages.table[pages.rows[:, None, None], lane, columns]
+    numbers = fetched.clamp_min(0).long()
     head = (kv_head % heads)[None, :, None]
 
     def copied(plane: Tensor, coded: CodedPlanes | None) -> Tensor:

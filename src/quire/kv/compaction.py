@@ -316,6 +316,7 @@ def commit_compaction(
                 pages = page_columns(plan.keep, plan.kept_columns, table.group.page_class.tokens)
                 memory.offloaded.compact(plan.row, name, plan.moves, pages, plan.offloaded)
                 table.num_slots[plan.row] = plan.keep_slots
+                set_all_bounds(memory, table, np.array([plan.row]))
                 continue
             _move(memory, table, plan, movers.get(plan.group))
             if plan.kept_columns is None:

@@ -1,5 +1,6 @@
 """Interface between paged attention and KV offload: one object per step, None without offload."""
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch import Tensor
 from quire.kernels.backend import AttentionBackend, AttentionMath, LayerPages, NewSlots
 from quire.kv.flat_batch import WHOLE_STEP, FlatBatch, StepPart
 from quire.layout.pages import LaneGroup
+from quire.layout.sparse import SparseSpec
 
 
 @runtime_checkable  # for the type checks in tests
@@ -51,6 +53,10 @@ class StepOffload(Protocol):
         """Wait until the offloaded pages of a layer are in their staging slot."""
         ...
 
+    def layer_pages(self, group: LaneGroup, index: int, pages: LayerPages) -> LayerPages:
+        """Return the pages of a layer, which find those that are not on the device."""
+        ...
+
     def merge_cpu_attention(
         self, out: Tensor, group: LaneGroup, pages: LayerPages, query: Tensor, math: AttentionMath
     ) -> None:
@@ -72,6 +78,11 @@ class EngineOffload(Protocol):
     def batch_key(self, row: int) -> int | None:
         """Return a key that rows with common offloaded pages have: they must be in one batch."""
 
-    def step(self, batch: FlatBatch, part: StepPart = WHOLE_STEP) -> StepOffload | None:
+    def step(
+        self,
+        batch: FlatBatch,
+        part: StepPart = WHOLE_STEP,
+        sparse: Sequence[SparseSpec | None] = (),
+    ) -> StepOffload | None:
         """Return the offload object of a batch; None if no row of the batch has offloaded KV."""
         ...

@@ -216,7 +216,11 @@ class StepAttention:
         self._sparse = sparse if any(sparse) else ()
         self._lengths = _lengths_before(kv.memory.lengths, rows, later)
         self._batch = self._last.flat_batch(rows, tokens, kv.store.device)
-        self._offload = None if kv.offload is None else kv.offload.step(self._batch, part)
+        self._offload = None
+        if kv.offload is not None:
+            ends = self._later == 0  # a row whose last token is in this batch
+            own = [one if end else None for one, end in zip(self._sparse, ends, strict=False)]
+            self._offload = kv.offload.step(self._batch, part, own)
         if layer is None:
             groups = (group for group in kv.memory.layout.groups if not group.private)
             self._groups = {group.name: self._group_step(group) for group in groups}
@@ -266,10 +270,11 @@ class StepAttention:
             query, key = self._write(step, index, (query, key, value), rope, math.index)
         if not reader and step.positions is not None:
             step.positions[slots.pages, slots.offsets] = self._positions.expand_as(slots.pages)
+        pages, watch = step.pages[at], step.watch
         if self._offload is not None:
             self._offload.start_cpu_attention(group, index, query, math)
             self._offload.wait_for_prefix(group, index, backend, slots, step.positions)
-        pages, watch = step.pages[at], step.watch
+            pages = self._offload.layer_pages(group, index, pages)
         if step.full_precision is not None:
             pages = replace(
                 pages,

@@ -428,9 +428,9 @@ SPARSE_INVARIANT = _sparse(
     instead="leave out --batch-invariant or --sparse",
 )
 SPARSE_OFFLOAD = _sparse(
-    other="`--kv-offload-memory`",
-    reason="offloaded layers are prefetched as a whole before pages are selected",
-    instead="use --evict or a codec such as int8 to hold more tokens" + _OR_DENSE,
+    other="`--kv-offload-memory` of an engine in a shared pool",
+    reason="the bounds of offloaded pages have KV memory of their own, which a shared pool has not",
+    instead="leave out --kv-offload-memory" + _OR_DENSE,
 )
 SPARSE_FULL_PRECISION = _sparse(
     other="a codec with full-precision or promoted tokens (`sinks`, `residual`, `promoted`, codecs "

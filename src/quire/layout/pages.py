@@ -190,6 +190,26 @@ class PageClass:
         return any(plane.of_page for plane in self.planes)
 
     @property
+    def bounds_bytes(self) -> int:
+        """Bytes of the bounds of a page."""
+        parts = zip(self.planes, self.placed, strict=True)
+        own = (placed for plane, parts in parts if plane.of_page for placed in parts)
+        return sum(placed.end_bytes - placed.offset_bytes for placed in own)
+
+    @property
+    def head_parts(self) -> tuple[tuple[int, int], ...]:
+        """Parts of keys and values: first byte in a page, and bytes of a KV head."""
+        parts = zip(self.planes, self.placed, strict=True)
+        own = [placed for plane, of in parts if plane.name in (KEY, VALUE) for placed in of]
+        sizes = [(placed.end_bytes - placed.offset_bytes) // self.heads for placed in own]
+        return tuple((p.offset_bytes, size) for p, size in zip(own, sizes, strict=True))
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the keys and values of a KV head in a page."""
+        return sum(size for _, size in self.head_parts)
+
+    @property
     def is_plain(self) -> bool:
         """Whether all planes are unquantized."""
         return all(plane.codec.is_plain for plane in self.planes)
@@ -299,6 +319,8 @@ class LaneGroup:
         full_precision: set if its records are full-precision tokens of `of`.
         promoted: set if its records are promoted tokens of `of`, in a finer codec.
         state: set if its record is a recurrent state.
+        dense_layers: first layers that sparse attention reads as a whole, if the others may be
+            offloaded; see `staging_slot`.
     """
 
     name: str
@@ -319,6 +341,7 @@ class LaneGroup:
     full_precision: FullPrecisionTokens | None = None
     promoted: PromotedTokens | None = None
     state: "StateSpec | None" = None
+    dense_layers: int = 0
 
     def __post_init__(self) -> None:
         if self.of is not None or self.records is not None:
@@ -352,6 +375,24 @@ class LaneGroup:
                 f"lane group {self.name!r}: unordered lanes need pages with positions; "
                 "set PageClass(positions=True)"
             )
+
+    def staging_slot(self, index: int, slots: int) -> int:
+        """Return the staging slot of a layer of an offloaded prefix.
+
+        Slots are used in turn. All layers that sparse attention reads as a whole are in slot 0, so
+        that slot 1 can keep pages of the others.
+        """
+        return max(0, index + 1 - max(1, self.dense_layers)) % slots
+
+    def next_staged(self, index: int, slots: int) -> int | None:
+        """Return the next layer in the staging slot of a layer; None: there is none."""
+        own = self.staging_slot(index, slots)
+        later = range(index + 1, len(self.layers))
+        return next((one for one in later if self.staging_slot(one, slots) == own), None)
+
+    def first_staged(self, slots: int) -> tuple[int, ...]:
+        """Return the first layer in each staging slot."""
+        return (0, max(1, self.dense_layers))[:slots]
 
     @property
     def bounded(self) -> bool:

@@ -90,8 +90,12 @@ typedef struct {
     float *weights;                /* [num_rows, kv heads, 2, dim] factors of the bounds */
     int32_t *scores;               /* [num_rows, kv heads, columns] columns: a multiple of 16 */
     int32_t *picks;                /* [num_rows, kv heads, 2, picked] page numbers, and their columns of the table */
+    const uint8_t *const *at;      /* [num_rows, num_lanes, columns] bounds of each page, or NULL: as `bounds` */
     int32_t num_rows, columns, picked, dtype;
+    int32_t only, unused; /* only: 0, or part of the work: SPARSE_SELECT, SPARSE_ATTEND to pages selected before */
 } sparse_args;
+
+enum { SPARSE_SELECT = 1, SPARSE_ATTEND = 2 };
 
 typedef struct {
     const uint8_t *key, *value; /* planes: page n at n * page_bytes */

@@ -231,10 +231,13 @@ class SparseArgs(ctypes.Structure):
         ("weights", ctypes.c_void_p),
         ("scores", ctypes.c_void_p),
         ("picks", ctypes.c_void_p),
+        ("at", ctypes.c_void_p),
         ("num_rows", ctypes.c_int32),
         ("columns", ctypes.c_int32),
         ("picked", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
+        ("only", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
     )
 
 

@@ -319,8 +319,10 @@ int quire_attend(const attention_args *args, parallel_for run, int num_threads) 
                   {heads, heads / args->heads_together}, {do_block, args->joined ? do_joined_walk : do_walk}, 1, 0};
     work then = {args, {args->merges, args->sums}, {args->num_merges, args->num_sums},
                  {heads, heads}, {do_merge, do_sums}, 1, 0};
-    clear_sums(args);
-    if (args->sparse && select_pages(args, num_threads > 1 ? run : NULL)) return 1;
+    int only = args->sparse ? args->sparse->only : 0;
+    if (only != SPARSE_SELECT) clear_sums(args);
+    if (args->sparse && only != SPARSE_ATTEND && select_pages(args, num_threads > 1 ? run : NULL)) return 1;
+    if (only == SPARSE_SELECT) return 0;
     return share_out(&first, run, num_threads) || share_out(&then, run, num_threads) || record(args, run);
 }
 

@@ -73,6 +73,7 @@ from quire.layout.statistics import MAX, REDUCTIONS
 WALK_QUERIES = 16  # query vectors of a (row, KV head) up to which they walk over the pages
 WALK_TOKENS = 16  # new tokens up to which rows walk, if the library has no blocks
 TILE = 16  # slots of a tile in walk.h
+SPARSE_SELECT, SPARSE_ATTEND = 1, 2  # parts of the work, as in args.h
 SCORE_PADDING = 16  # columns of scores are a multiple of this: ORDER_PADDING of sparse.h
 SPARE_PAGES = 4  # room for pages that later steps read
 WALK_SLOTS = 512  # least slots of a walk if a row is split
@@ -339,7 +340,7 @@ class NativeCall:
             joined=parts.joined,
         )
         self._args.key_coding, self._args.value_coding = codings_of(pages)
-        self._sparse: object = None
+        self._sparse: tuple[SparseArgs, NativeSparse, object] | None = None
         self.picks: NDArray[np.int32] | None = None
         if sparse is not None:
             assert pages.bounds is not None, "only such pages are selected"
@@ -361,7 +362,7 @@ class NativeCall:
                 picked=sparse.picked,
                 dtype=DTYPES[pages.bounds.dtype],
             )
-            self._sparse = own, sparse, weights, scores
+            self._sparse = own, sparse, (weights, scores)
             self._args.sparse = ctypes.addressof(own)
 
     def attend(
@@ -382,9 +383,26 @@ class NativeCall:
         args.sinks = None if sinks is None else sinks.data_ptr()
         self._set_biases(biases)
         self._set_sums(column_sums)
-        parallel_for = self._library.parallel_for
-        if self._library.attend(ctypes.byref(args), parallel_for, self._num_threads):
+        if self._sparse is not None:
+            self._fetch(pages, *self._sparse[:2])
+        self._run()
+
+    def _run(self) -> None:
+        library = self._library
+        if library.attend(ctypes.byref(self._args), library.parallel_for, self._num_threads):
             raise InvariantError("torch_parallel_for failed inside the C extension")
+
+    def _fetch(self, pages: LayerPages, own: SparseArgs, sparse: "NativeSparse") -> None:
+        """Select pages, some of which are offloaded, and let attention read them where they are."""
+        own.only, own.at = 0, None
+        if pages.offloaded is not None and self.picks is not None:
+            addresses = pages.offloaded.addresses(pages, sparse.columns)
+            own.only, own.at = SPARSE_SELECT, addresses.ctypes.data
+            self._run()
+            rows = np.flatnonzero(sparse.lanes.pages.any(axis=1))
+            columns, counts = self.picks[rows, :, 1].astype(np.int64), sparse.lanes.pages[rows]
+            self.picks[rows, :, 0] = pages.offloaded.fetch(rows, columns, counts)
+            own.only, own.at = SPARSE_ATTEND, None
 
     @property
     def num_threads(self) -> int:

@@ -16,6 +16,11 @@ static inline int64_t bound_bytes(const attention_args *a) {
     return 2 * (int64_t)a->key_coding.dim * (a->sparse->dtype == F32 ? 4 : 2);
 }
 
+/* The bounds of a column of a lane. */
+static inline const uint8_t *bounds_at(const attention_args *a, const uint8_t *const *at, const int32_t *table, int64_t c) {
+    return at ? at[c] : a->sparse->bounds + (int64_t)table[c] * a->page_bytes;
+}
+
 static inline float *weights_of(const attention_args *a, int64_t row, int kv_head) {
     return a->sparse->weights + (row * num_kv_heads(a) + kv_head) * 2 * a->key_coding.dim;
 }
@@ -85,12 +90,13 @@ INLINE AVX512 float product_512(const float *weights, const uint8_t *numbers, in
             int64_t held = s->held[row * a->num_lanes + number];                                                 \
             int64_t pages = (held + a->page_tokens - 1) / a->page_tokens, last = (block + 1) * BLOCK_PAGES;      \
             const int32_t *table = table_of(a, (int)row, number);                                                \
+            const uint8_t *const *at = s->at ? s->at + (row * a->num_lanes + number) * s->columns : NULL;        \
             if (!s->counts[row * a->num_lanes + number]) continue;                                               \
             for (int64_t c = block * BLOCK_PAGES; c < last && c < pages; c++) {                                  \
-                const uint8_t *bounds = s->bounds + (int64_t)table[c] * a->page_bytes;                           \
+                const uint8_t *bounds = bounds_at(a, at, table, c);                                              \
                 if (c + 1 < pages)                                                                               \
                     for (int64_t i = 0; i < a->heads_per_page * bytes; i += 64)                                  \
-                        __builtin_prefetch(s->bounds + (int64_t)table[c + 1] * a->page_bytes + i);               \
+                        __builtin_prefetch(bounds_at(a, at, table, c + 1) + i);                                  \
                 int always = c < s->sinks[row] || c >= pages - s->recent[row];                                   \
                 for (int h = 0; h < a->heads_per_page; h++) {                                                    \
                     const float *weights = weights_of(a, row, kv_head + h);                                      \

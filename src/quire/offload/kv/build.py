@@ -39,6 +39,7 @@ from quire.models.loader import LoadedModel
 from quire.offload.host_side import host_pool
 from quire.offload.kv.cpu_attention import CPUAttention, can_attend_in_parts
 from quire.offload.kv.cuda_transfer import StreamTransferWorker
+from quire.offload.kv.hot_pages import OffloadedBounds, has_bounds
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.offloader import RowRequests
 from quire.offload.kv.prefix_splits import PrefixSplits, SplitLimits
@@ -464,11 +465,14 @@ class KVOffloadComponents:
     def totals(self) -> dict[str, int]:
         """Bytes offloaded and tokens not transferred so far, under the names of `EngineStats`."""
         kv_recompute, attention = self.kv_offload.kv_recompute, self.kv_offload.attention
+        hot = self.kv_offload.hot_reads
         return {
             "offloaded_bytes": self.prefixes.pool.used_bytes,
             "activation_bytes": 0 if kv_recompute is None else kv_recompute.store.used_bytes,
             "recomputed_tokens": 0 if kv_recompute is None else kv_recompute.num_recomputed,
             "cpu_attended_tokens": 0 if attention is None else attention.num_attended,
+            "sparse_pages_fetched": hot.fetched,
+            "sparse_page_hits": hot.hits,
         }
 
     def check(self) -> None:
@@ -508,7 +512,16 @@ def build_kv_offload(
         else allocator.num_blocks * allocator.block_tokens * choice.memory.token_bytes
     )
     pool = host_pool(store, choice.layout, stream_bytes - activation_bytes)
-    prefixes = OffloadedPrefixes(memory, pool, store.page_positions, allocator)
+    bounds = None
+    if has_bounds(choice.layout):
+        bounds = OffloadedBounds(store, choice.layout, pool.total_bytes)
+    prefixes = OffloadedPrefixes(
+        memory,
+        pool,
+        store.page_positions,
+        allocator,
+        save_bounds=None if bounds is None else bounds.save,
+    )
     kv_recompute = None
     if allocator is not None:
         rows = RowRequests(fraction, running, memory)
@@ -526,5 +539,6 @@ def build_kv_offload(
         kv_recompute=kv_recompute,
         attention=attention,
         weights=choice.weights,
+        bounds=bounds,
     )
     return KVOffloadComponents(prefixes, kv_offload, splits, why, stream_bytes)

@@ -53,7 +53,7 @@ from quire.offload.kv.staging import (
     staged_pages,
 )
 from quire.offload.recompute.activation_allocator import ActivationAllocator, Stored
-from quire.offload.swap.host_pool import HostPool, HostSpace
+from quire.offload.swap.host_pool import HostPool, HostSpace, page_starts
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +116,7 @@ class OffloadedPageGroup:
 
 
 ReadPositions = Callable[[PageClass, PageNumbers], NDArray[np.int32]]
+SaveBounds = Callable[[PageClass, PageNumbers, NDArray[np.int64]], None]
 
 
 class HostPageStore:
@@ -125,12 +126,18 @@ class HostPageStore:
         memory: holds the pages.
         pool: host pool of the offloaded bytes; no other object uses it.
         read_positions: reads logical positions of the slots of pages, for a class that stores them.
+        save_bounds: keeps the bounds of pages that are saved to these bytes; None: there are none.
     """
 
     def __init__(
-        self, memory: KVMemory, pool: HostPool, read_positions: ReadPositions | None
+        self,
+        memory: KVMemory,
+        pool: HostPool,
+        read_positions: ReadPositions | None,
+        save_bounds: SaveBounds | None = None,
     ) -> None:
         self._memory, self._pool, self._read_positions = memory, pool, read_positions
+        self._save_bounds = save_bounds
 
     def reserve(self, page_class: PageClass, pages: int) -> HostSpace:
         """Reserve offload memory; cached prefixes that no sequence uses are evicted for it."""
@@ -163,6 +170,8 @@ class HostPageStore:
         """
         for space, of_layer in zip(spaces, pages.reshape(len(spaces), -1), strict=True):
             self._pool.save(space, page_class, of_layer)
+            if self._save_bounds is not None:
+                self._save_bounds(page_class, of_layer, page_starts(space, page_class))
         self._pool.copies.wait()
         if not page_class.positions or self._read_positions is None:
             return None
@@ -220,6 +229,7 @@ class OffloadedPrefixes(MemoryListener):
         pool: host pool of the offloaded bytes; no other object uses it.
         read_positions: reads logical positions of the slots of pages, for a class that stores them.
         activations: stored activations of the sequences; None if none are stored.
+        save_bounds: as for `HostPageStore`.
 
     Attributes:
         pool: see above.
@@ -232,9 +242,11 @@ class OffloadedPrefixes(MemoryListener):
         pool: HostPool,
         read_positions: ReadPositions | None = None,
         activations: ActivationAllocator | None = None,
+        save_bounds: SaveBounds | None = None,
     ) -> None:
         self._memory, self.pool, self.use = memory, pool, StagingUse()
-        self.store, self._activations = HostPageStore(memory, pool, read_positions), activations
+        self.store = HostPageStore(memory, pool, read_positions, save_bounds)
+        self._activations = activations
         self._page_groups: dict[int, list[OffloadedPageGroup]] = {}
         # of cached references: by group, the pages in offload memory, first column, columns
         self._cached: dict[int, dict[str, tuple[HostPages, int, int]]] = {}
@@ -503,6 +515,9 @@ class OffloadedPrefixes(MemoryListener):
                 for held in old:
                     self.pool.release(held.host.layers[layer])
             if offloaded:
+                if pool.page_class.has_bounds:
+                    full = np.full(first.size, pool.page_class.tokens)
+                    memory.store.set_bounds(pool.page_class, first.reshape(-1), full)
                 if in_place:
                     spaces.append(self.store.reserve(pool.page_class, first.size))
                 found = self.store.save(spaces[layer : layer + 1], pool.page_class, first)
@@ -583,17 +598,17 @@ class OffloadedPrefixes(MemoryListener):
             for page_group in self.page_groups(member):
                 if not any(page_group is found for found in page_groups):
                     page_groups.append(page_group)
-                    rows += [other for other in self._holders(page_group) if other not in rows]
+                    rows += [other for other in self.holders(page_group) if other not in rows]
         for old in page_groups:
             table, columns = memory.tables[old.group], slice(old.first, old.first + old.columns)
-            for holder in self._holders(old):
+            for holder in self.holders(old):
                 memory.pools[table.group.page_class].release(
                     table.pages[holder, :, columns].ravel()
                 )
         if pack:
             repack(memory, *rows)
         for old in page_groups:
-            table, holders = memory.tables[old.group], self._holders(old)
+            table, holders = memory.tables[old.group], self.holders(old)
             fewer = min(slots, old.slots)
             new = replace(old, staging=stage(memory, table, holders, old.first, old.columns, fewer))
             for holder in holders:
@@ -602,7 +617,7 @@ class OffloadedPrefixes(MemoryListener):
                 self._page_groups[holder] = [new if other is old else other for other in held]
         return before - memory.row_bytes(row)
 
-    def _holders(self, page_group: OffloadedPageGroup) -> list[int]:
+    def holders(self, page_group: OffloadedPageGroup) -> list[int]:
         """Rows whose entries point to the staging of a page group."""
         lists = self._page_groups.items()
         return [row for row, held in lists if any(other is page_group for other in held)]

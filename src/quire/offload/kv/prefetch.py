@@ -7,6 +7,10 @@ With two staging slots, the copy of layer n starts after the attention of layer 
 slot, after that of layer n - 1. After the last layers, the first layers of the next step are loaded
 (see `staging`). One transfer worker runs all copies, in the order of the step's schedule.
 Activations that recompute needs are copied before the KV of their layer (see `kv_recompute`).
+
+Of rows with sparse attention only the first layers, which read all pages, are prefetched (see
+`hot_pages`). The first layer of the next step is then loaded in parts while the other layers run:
+their own pages need not wait for all of it.
 """
 
 import itertools
@@ -65,9 +69,10 @@ class PrefixPrefetch:
         log: log of the step.
         recompute: recompute by group; its transfers run before those of KV.
         weights: offloaded weights, whose waits are no part of a layer's time; None without them.
+        whole: by row and lane group, the first layers that are loaded; default: all are.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what the copies of a step depend on
         self,
         prefixes: OffloadedPrefixes,
         layout: CacheLayout,
@@ -76,6 +81,7 @@ class PrefixPrefetch:
         log: StepLog,
         recompute: Mapping[str, GroupRecompute] | None = None,
         weights: WeightWaits | None = None,
+        whole: Mapping[tuple[int, str], int] | None = None,
     ) -> None:
         self._pool, self._transfer_worker, self._log = prefixes.pool, transfer_worker, log
         self._ahead = prefixes.use
@@ -83,13 +89,15 @@ class PrefixPrefetch:
         self._runs: dict[str, list[_Run]] = {}
         self._held: dict[str, list[OffloadedPageGroup]] = {}
         loaded = list(_distinct(prefixes, shares))
-        for page_group, share in loaded:
-            self._runs.setdefault(page_group.group, []).extend(_runs(page_group, share))
+        for row, page_group in loaded:
+            layers = None if whole is None else whole.get((row, page_group.group))
+            own = _runs(page_group, shares[row], layers)
+            self._runs.setdefault(page_group.group, []).extend(own)
             self._held.setdefault(page_group.group, []).append(page_group)
         self._groups = {g.name: g for g in layout.groups if g.name in self._runs}
         self._tokens = sum(
             page_group.columns * self._groups[page_group.group].page_class.tokens
-            for page_group, _ in loaded
+            for _, page_group in loaded
         ) // max(1, len(self._groups))
         self._in_flight: dict[tuple[str, int], list[Transfer]] = {}
         self._ready: object | None = None
@@ -98,16 +106,17 @@ class PrefixPrefetch:
     def first_layers(self) -> Sequence[tuple[int, int, str]]:
         """(Layer of the model, index in its group, group name) of the layers to load first."""
         of_model = [
-            (layer, index, name)
+            (group.layers[index], index, name)
             for name, group in self._groups.items()
-            for index, layer in enumerate(group.layers[:SLOTS])
+            for index in group.first_staged(SLOTS)
         ]
         return sorted(of_model)
 
     def begin(self, name: str, index: int) -> None:
         """Start the copies of one of the first layers."""
-        for slots in range(index + 1, SLOTS + 1):
-            self._prefetch(name, index, slots)
+        for slots in range(1, SLOTS + 1):
+            if index in self._groups[name].first_staged(slots):
+                self._prefetch(name, index, slots)
 
     def begin_wait(self, group: LaneGroup, layer: int) -> None:
         """Log the end of a layer's computation, before the layer waits for its prefix."""
@@ -135,10 +144,13 @@ class PrefixPrefetch:
         if group.name not in self._groups:
             return
         for slots in range(1, SLOTS + 1):
-            if layer + slots < len(group.layers):
-                self._prefetch(group.name, layer + slots, slots)
+            following = group.next_staged(layer, slots)
+            if following is not None:
+                self._prefetch(group.name, following, slots)
             else:
-                self._prefetch_ahead(group.name, layer % slots, slots)
+                first = group.first_staged(slots)[group.staging_slot(layer, slots)]
+                self._prefetch_ahead(group.name, first, slots)
+        self._load_part_ahead(group, layer)
         end = self._log.marks.now()
         self._log.left = end, self._weights_stalled_s()
         if self._ready is not None:
@@ -158,12 +170,14 @@ class PrefixPrefetch:
 
     def _prefetch(self, name: str, layer: int, slots: int) -> None:
         """Start the copy of a layer for page groups with this number of staging slots."""
-        group, slot = self._groups[name], layer % slots
-        runs = [run for run in self._runs[name] if len(run.pages) == slots]
+        group = self._groups[name]
+        slot = group.staging_slot(layer, slots)
+        own = (run for run in self._runs[name] if len(run.pages) == slots)
+        runs = [run for run in own if run.layers is None or layer < run.layers]
         if name in self._recompute and slots == SLOTS:
             self._recompute[name].prefetch(layer, self._submit)
         in_flight = self._in_flight.setdefault((name, layer), [])
-        if layer < SLOTS:
+        if layer in group.first_staged(slots):
             held = (group for group in self._held[name] if group.slots == slots)
             ahead = {id(group): self._ahead.take(group, layer) for group in held}
             in_flight += [copy for copies in ahead.values() for copy in copies.values()]
@@ -178,10 +192,24 @@ class PrefixPrefetch:
 
     def _prefetch_ahead(self, name: str, layer: int, slots: int) -> None:
         """Start the copy of one of the first layers for the next step, with the same split."""
-        group, slot = self._groups[name], layer % slots
         if name in self._recompute and slots == SLOTS:
             self._recompute[name].prefetch_ahead(layer, self._submit_ahead)
-        runs = [run for run in self._runs[name] if len(run.pages) == slots]
+        runs = (run for run in self._runs[name] if len(run.pages) == slots)
+        self._load_ahead(self._groups[name], layer, [run for run in runs if run.layers is None])
+
+    def _load_part_ahead(self, group: LaneGroup, layer: int) -> None:
+        """After a layer, start to load a part of the first one of rows with sparse attention."""
+        runs, num_layers = self._runs[group.name], len(group.layers)
+        part = list[_Run]()
+        for number, run in enumerate(runs):
+            if run.layers and layer >= run.layers - 1:
+                parts = num_layers - run.layers
+                if layer - run.layers + 1 == number * parts // len(runs):
+                    part.append(run)
+        self._load_ahead(group, 0, part)
+
+    def _load_ahead(self, group: LaneGroup, layer: int, runs: "Sequence[_Run]") -> None:
+        slot = group.staging_slot(layer, SLOTS)
         pages = sum(run.pages[slot].size for run in runs)
         if pages:
             num_bytes = pages * group.page_class.page_bytes
@@ -229,10 +257,13 @@ class _Run:
         page_group: the page group.
         lane: index of the lane in its layer.
         columns: page columns of the sequence.
+        layers: first layers in which they are loaded; None: all.
     """
 
-    def __init__(self, page_group: OffloadedPageGroup, lane: int, columns: range) -> None:
-        self.page_group = page_group
+    def __init__(
+        self, page_group: OffloadedPageGroup, lane: int, columns: range, layers: int | None
+    ) -> None:
+        self.page_group, self.layers = page_group, layers
         self.first = page_group.place(lane, columns.start)
         selected = slice(columns.start - page_group.first, columns.stop - page_group.first)
         self.pages: list[PageNumbers] = [
@@ -246,23 +277,23 @@ class _Run:
 
 def _distinct(
     prefixes: OffloadedPrefixes, shares: Mapping[int, Share]
-) -> Iterator[tuple[OffloadedPageGroup, Share]]:
-    """Yield each page group once, with the split of the first row that holds it."""
+) -> Iterator[tuple[int, OffloadedPageGroup]]:
+    """Yield each page group once, with the first row that holds it."""
     seen: set[int] = set()
-    for row, share in shares.items():
+    for row in shares:
         for page_group in prefixes.page_groups(row):
             if id(page_group) not in seen:
                 seen.add(id(page_group))
-                yield page_group, share
+                yield row, page_group
 
 
-def _runs(page_group: OffloadedPageGroup, share: Share) -> list[_Run]:
+def _runs(page_group: OffloadedPageGroup, share: Share, layers: int | None) -> list[_Run]:
     """Runs of pages of a page group that are transferred."""
     columns = list(share.transferred(page_group.first, page_group.first + page_group.columns))
     if len(columns) == 1 and len(columns[0]) == page_group.host.columns:
-        return [_Whole(page_group)]
+        return [_Whole(page_group, layers)]
     return [
-        _Run(page_group, lane, run)
+        _Run(page_group, lane, run, layers)
         for lane in range(page_group.staging.shape[1])
         for run in columns
     ]
@@ -271,6 +302,6 @@ def _runs(page_group: OffloadedPageGroup, share: Share) -> list[_Run]:
 class _Whole(_Run):
     """All pages of a page group, lane by lane."""
 
-    def __init__(self, page_group: OffloadedPageGroup) -> None:
-        self.page_group, self.first = page_group, 0
+    def __init__(self, page_group: OffloadedPageGroup, layers: int | None) -> None:
+        self.page_group, self.first, self.layers = page_group, 0, layers
         self.pages = [np.ascontiguousarray(pages.reshape(-1)) for pages in page_group.staging]

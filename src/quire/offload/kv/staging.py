@@ -34,13 +34,27 @@ class Pending(Protocol):
         ...
 
 
+@runtime_checkable  # for the type checks in tests
+class StagingCache(Protocol):
+    """What the second staging slot holds of a sequence with sparse attention."""
+
+    @property
+    def page_groups(self) -> Sequence[object]:
+        """The page groups whose staging it is."""
+        ...
+
+
 class StagingUse:
     """The step that copies into the staging pages, and copies for the next step.
 
     Bookkeeping that moves or frees staging pages waits for both.
+
+    Attributes:
+        caches: by row and lane group; see `hot_pages`.
     """
 
     def __init__(self) -> None:
+        self.caches: dict[tuple[int, str], StagingCache] = {}
         self._batches: list[Pending] = []
         self._pages: dict[tuple[int, int], tuple[object, dict[Run, Transfer]]] = {}
         self._activations: dict[
@@ -121,6 +135,7 @@ class StagingUse:
         self.finalize()
         self._pages.clear()
         self._activations.clear()
+        self.caches.clear()
 
     def _wait_for_activations(self) -> None:
         copies = (transfers for _, transfers in self._activations.values())
@@ -131,6 +146,10 @@ class StagingUse:
         """Drop the pages of page groups that no sequence holds."""
         held = {id(page_group) for page_group in page_groups}
         self._pages = {key: kept for key, kept in self._pages.items() if id(kept[0]) in held}
+        caches = self.caches.items()
+        self.caches = {
+            k: cache for k, cache in caches if held.issuperset(map(id, cache.page_groups))
+        }
 
 
 def staged_pages(table: LaneTable, columns: int) -> int:
@@ -141,7 +160,7 @@ def staged_pages(table: LaneTable, columns: int) -> int:
 def stage(
     memory: KVMemory, table: LaneTable, rows: Sequence[int], first: int, columns: int, slots: int
 ) -> PageNumbers:
-    """Allocate staging pages, and set the table entries of layer n to staging slot n % slots.
+    """Allocate staging pages, and set the table entries of each layer to its staging slot.
 
     Args:
         memory: KV memory of the table.
@@ -186,13 +205,14 @@ def allocate_staging(
 def retain_layers(pool: PagePool, table: LaneTable, staging: PageNumbers) -> None:
     """Add the references of a row's table entries to its staging pages, one for each layer."""
     for layer in range(len(table.group.layers) if staging.size else 0):
-        pool.retain(staging[layer % len(staging)].reshape(-1))
+        pool.retain(staging[table.group.staging_slot(layer, len(staging))].reshape(-1))
 
 
 def entries_of(table: LaneTable, staging: PageNumbers) -> PageNumbers:
     """Table entries [lanes, columns] of all layers for staging pages."""
-    slot = np.arange(len(table.group.layers)) % len(staging)
-    entries: PageNumbers = staging[slot].reshape(table.group.num_lanes, -1)
+    group = table.group
+    slot = [group.staging_slot(layer, len(staging)) for layer in range(len(group.layers))]
+    entries: PageNumbers = staging[slot].reshape(group.num_lanes, -1)
     return entries
 
 
@@ -207,7 +227,8 @@ def slot_places(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Pages [slot of the staging, token, lane of a layer] and offsets [token, lane] of slots."""
     group = table.group
-    lanes = np.arange(SLOTS * group.lanes_per_layer).reshape(SLOTS, 1, -1)
+    first = np.array(group.first_staged(SLOTS))[:, None, None]
+    lanes = first * group.lanes_per_layer + np.arange(group.lanes_per_layer)
     pages, offsets = [], []
     for row, slots in rows.items():
         column, offset = np.divmod(np.array(slots, dtype=np.int64), group.page_class.tokens)

@@ -9,6 +9,7 @@ Batches of a step that share each layer have an offload of their own each (colum
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +20,20 @@ from quire.kv.flat_batch import WHOLE_STEP, FlatBatch, StepPart
 from quire.kv.memory import KVMemory, MemoryListener
 from quire.kv.slot_moves import SlotMoves
 from quire.kv.tables import Rows
-from quire.layout.layout import can_be_offloaded
+from quire.layout.layout import SLOTS, can_be_offloaded
 from quire.layout.pages import LaneGroup
+from quire.layout.sparse import SparseSpec
 from quire.layout.statistics import OfWeights
 from quire.models.layer_source import LayerSource
 from quire.offload.kv.cpu_attention import CPUAttention, StepCPUAttention
+from quire.offload.kv.hot_pages import (
+    HotLayer,
+    HotPages,
+    HotReads,
+    OffloadedBounds,
+    pages_read,
+    whole_layers,
+)
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefetch import PrefixPrefetch
 from quire.offload.kv.prefix_splits import TRANSFERRED, OffloadedPrefix, PrefixSplits, Share
@@ -44,9 +54,13 @@ class KVOffload(MemoryListener):
         kv_recompute: recomputes keys and values; None if no KV is recomputed.
         attention: CPU attention; None if all attention is on the device.
         weights: offloaded weights of the model; None if all weights are on the device.
+        bounds: bounds of offloaded pages; None: the layout has none.
+
+    Attributes:
+        hot_reads: pages that rows with sparse attention have read from offload memory.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - parts that are built in one place
         self,
         memory: KVMemory,
         prefixes: OffloadedPrefixes,
@@ -56,7 +70,9 @@ class KVOffload(MemoryListener):
         kv_recompute: KVRecompute | None = None,
         attention: CPUAttention | None = None,
         weights: LayerSource | None = None,
+        bounds: OffloadedBounds | None = None,
     ) -> None:
+        self.bounds, self.hot_reads = bounds, HotReads()
         self.memory, self.prefixes, self.transfer_worker = memory, prefixes, transfer_worker
         self.splits, self.kv_recompute, self.attention = splits, kv_recompute, attention
         self.weights = weights
@@ -65,6 +81,7 @@ class KVOffload(MemoryListener):
         if kv_recompute is not None:
             memory.listeners.subscribe(self)
         self._log: StepLog | None = None
+        self._learns = True  # the rates are those of layers whose whole prefix is read
         self._started: list[tuple[int, StepKVOffload]] = []
 
     @property
@@ -72,7 +89,12 @@ class KVOffload(MemoryListener):
         """Bytes of X on the device, in addition to the arena."""
         return 0 if self.kv_recompute is None else self.kv_recompute.staging_bytes
 
-    def step(self, batch: FlatBatch, part: StepPart = WHOLE_STEP) -> "StepKVOffload | None":
+    def step(
+        self,
+        batch: FlatBatch,
+        part: StepPart = WHOLE_STEP,
+        sparse: Sequence[SparseSpec | None] = (),
+    ) -> "StepKVOffload | None":
         """Start the offload of a batch; None without offloaded prefixes and activations to store.
 
         All batches of a step are started before the first of them runs.
@@ -82,13 +104,15 @@ class KVOffload(MemoryListener):
         writing = self._store_activations(batch)
         rows = [row for row in batch.rows.tolist() if self.prefixes.page_groups(row)]
         if rows:
+            caches = self._caches(batch, rows, sparse)
+            whole = [row for row in rows if not any(row == of for of, _ in caches)]
             shares = dict.fromkeys(rows, TRANSFERRED)
-            if self.splits is not None:
-                shares = self.splits.divide(
-                    self._prefixes_of(batch, rows), len(batch.rows), part.count
-                )
+            if self.splits is not None and whole:
+                prefixes = self._prefixes_of(batch, whole)
+                shares |= self.splits.divide(prefixes, len(batch.rows), part.count)
             self._log = self._log or StepLog(self.transfer_worker.marks())
-            started = StepKVOffload(self, batch, shares, self._log, writing, part.number)
+            self._learns = self._learns and not caches
+            started = StepKVOffload(self, batch, shares, self._log, writing, part.number, caches)
             self.prefixes.use.begin(started)
             self._started.append((part.number, started))
         elif writing is not None:
@@ -99,6 +123,41 @@ class KVOffload(MemoryListener):
         if part.number >= part.count - 1:
             self._begin()
         return started
+
+    def _caches(
+        self, batch: FlatBatch, rows: Sequence[int], sparse: Sequence[SparseSpec | None]
+    ) -> dict[tuple[int, str], HotPages]:
+        """Return the caches of the rows that fetch only selected pages, by row and lane group."""
+        use, found = self.prefixes.use, dict[tuple[int, str], HotPages]()
+        specs = dict(zip(batch.rows.tolist(), sparse, strict=False))
+        for row in rows:
+            own = self._caches_of(row, specs.get(row))
+            found |= own
+            for group in {held.group for held in self.prefixes.page_groups(row)}:
+                if (row, group) not in own:  # whole layers are loaded into the second slot
+                    use.caches.pop((row, group), None)
+        return found
+
+    def _caches_of(self, row: int, spec: SparseSpec | None) -> dict[tuple[int, str], HotPages]:
+        prefixes, found = self.prefixes, dict[tuple[int, str], HotPages]()
+        if spec is None or self.bounds is None:
+            return found
+        for group in dict.fromkeys(held.group for held in prefixes.page_groups(row)):
+            held, table = prefixes.page_groups(row, group), self.memory.tables[group]
+            alone = all(o.slots == SLOTS and len(prefixes.holders(o)) == 1 for o in held)
+            most = pages_read(table, row, spec) if table.group.page_class.has_bounds else 0
+            if not alone or not most:
+                return {}
+            first, cache = whole_layers(table.group, spec), prefixes.use.caches.get((row, group))
+            if not isinstance(cache, HotPages) or not cache.fits(held, first, most):
+                for layer in table.group.first_staged(SLOTS)[1:]:  # into the slot of the cache
+                    for one in held:
+                        for transfer in prefixes.use.take(one, layer).values():
+                            transfer.result()
+                cache = HotPages(table, held, first, most)
+            found[row, group] = cache
+        prefixes.use.caches.update(found)
+        return found
 
     def _begin(self) -> None:
         """Start the copies of the first layers of all batches, layer by layer."""
@@ -157,7 +216,8 @@ class KVOffload(MemoryListener):
         self.prefixes.use.retain(list(chain.from_iterable(held)))
         if self.kv_recompute is not None:
             self.kv_recompute.store.finish()
-        if log is not None and self.splits is not None:
+        learns, self._learns = self._learns, True
+        if log is not None and self.splits is not None and learns:
             self.splits.learn(log.read())
 
     def batch_key(self, row: int) -> int | None:
@@ -239,6 +299,7 @@ class StepKVOffload:
         log: times of the operations of all batches of the step.
         writing: new tokens whose activations are stored; None if none are.
         number: index of the batch in the step.
+        caches: of the rows that fetch only selected pages, by row and lane group.
 
     Attributes:
         wants_inputs: whether activations are stored.
@@ -253,7 +314,9 @@ class StepKVOffload:
         log: StepLog,
         writing: Writing | None,
         number: int = 0,
+        caches: Mapping[tuple[int, str], HotPages] = MappingProxyType({}),
     ) -> None:
+        self._kv_offload, self._rows, self._caches = kv_offload, batch.rows, caches
         self._writing, self.wants_inputs = writing, writing is not None
         self._log, self._recomputed = log, set[tuple[str, int]]()
         self._kv_recompute, self._group_recomputes = (
@@ -278,7 +341,29 @@ class StepKVOffload:
             log,
             self._group_recomputes,
             kv_offload.weights,
+            {key: cache.first for key, cache in caches.items()},
         )
+
+    def layer_pages(self, group: LaneGroup, index: int, pages: LayerPages) -> LayerPages:
+        caches = {
+            place: cache
+            for place, row in enumerate(self._rows.tolist())
+            if (cache := self._caches.get((row, group.name))) is not None and index >= cache.first
+        }
+        kv_offload = self._kv_offload
+        if not caches or kv_offload.bounds is None:
+            return pages
+        found = HotLayer(
+            kv_offload.memory.tables[group.name],
+            index,
+            self._rows,
+            caches,
+            kv_offload.bounds,
+            kv_offload.prefixes.pool.copies,
+            kv_offload.transfer_worker,
+            kv_offload.hot_reads,
+        )
+        return replace(pages, offloaded=found)
 
     def slots(self, group: LaneGroup, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         """Live slots [rows, lanes] for the backend: 1 for rows that CPU attention serves."""

@@ -158,7 +158,7 @@ class StepKVRecompute:
 
     def _submit_chunks(self, index: int, submit: Submit) -> Sequence[Transfer]:
         layer = self._group.layers[index]
-        staging, store = self._staging[index % SLOTS], self._engine.store
+        staging, store = self._staging[self._slot(index)], self._engine.store
         copies = []
         for chunk in self._chunks:
             out = staging[chunk.first : chunk.first + chunk.tokens]
@@ -183,11 +183,11 @@ class StepKVRecompute:
                 start = marks.now()
                 stored = model.keys_and_values(
                     layer,
-                    self._engine.store.codec.decode(self._staging[index % SLOTS, some]),
+                    self._engine.store.codec.decode(self._staging[self._slot(index), some]),
                     positions[some],
                     rope_variant=self._rope_variant,
                 )
-            write(chunk.pages[index % SLOTS], chunk.offsets, positions[some], *stored)
+            write(chunk.pages[self._slot(index)], chunk.offsets, positions[some], *stored)
             if layer:
                 self._log.add(PROJECT, layer, chunk.tokens, 0, start, marks.now())
         self._engine.num_recomputed += self.tokens
@@ -197,6 +197,9 @@ class StepKVRecompute:
         return tuple(self._in_flight.values())
 
     # ---- locations -----------------------------------------------------------------------------
+
+    def _slot(self, index: int) -> int:
+        return self._group.staging_slot(index, SLOTS)
 
     def _recompute_first(self) -> tuple[Tensor, ...]:
         """Compute keys and values of layer 0, before the model's forward begins."""

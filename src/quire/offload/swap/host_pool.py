@@ -9,6 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.errors import ConfigError, HostMemoryFull, InvariantError
 from quire.kv.extents import Extent, ExtentMap
 from quire.kv.memory import KVMemory
@@ -243,6 +246,13 @@ class HostPool:
             raise InvariantError("the host pool's spaces do not add up to the bytes in use")
         if not self.used_bytes <= self.peak_bytes <= self.total_bytes:
             raise InvariantError(f"peak {self.peak_bytes:,} B of {self.total_bytes:,} B")
+
+
+def page_starts(space: HostSpace, page_class: PageClass) -> NDArray[np.int64]:
+    """First byte of each page of a class in a space, in order."""
+    size = page_class.page_bytes
+    own = [np.arange(e.start, e.start + e.num_bytes, size) for e in space.extents[page_class]]
+    return np.concatenate(own)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 from jaxtyping import UInt8
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import ConfigError
@@ -69,6 +71,21 @@ class DirectCopies:
         """Copy host bytes into pages."""
         source = _packed(self.host, page_class, len(pages), start).numpy()
         self._store.views(page_class).whole.numpy()[pages] = source
+
+    def load_heads(
+        self,
+        page_class: PageClass,
+        pages: PageNumbers,
+        heads: NDArray[np.int64],
+        starts: NDArray[np.int64],
+    ) -> None:
+        """Copy the keys and values of one KV head of each page, saved from these bytes on."""
+        arena, host = self._store.arena.numpy(), self.host.numpy()
+        first = pages.astype(np.int64) * page_class.page_bytes
+        for offset, size in page_class.head_parts:
+            at = offset + heads * size
+            target = sliding_window_view(arena, size, writeable=True)
+            target[first + at] = sliding_window_view(host, size)[starts + at]
 
     def wait(self) -> None:
         """Do nothing: copies on a CPU are complete on return."""

@@ -131,6 +131,8 @@ METRICS: tuple[Metric, ...] = (
     _counter(
         "sparse_pages_held", "Pages of KV heads that these steps would have read without sparse"
     ),
+    _counter("sparse_pages_fetched", "Offloaded pages of KV heads that sparse attention fetched"),
+    _counter("sparse_page_hits", "Offloaded pages of KV heads that were still on the device"),
     _counter("offload_recomputed_tokens", "Offloaded tokens whose KV was recomputed, per layer"),
     _counter("offload_cpu_attended_tokens", "Offloaded tokens attended to on the CPU, per layer"),
     _counter("weight_transfer_bytes", "Weights transferred to the device"),

@@ -225,6 +225,8 @@ def _read_totals(engine: Engine, observer: EngineObserver, found: Reading) -> No
         "prefix_tier_loaded_tokens": 0 if stats.tier is None else stats.tier.loaded_tokens,
         "sparse_pages_read": stats.sparse_pages_read,
         "sparse_pages_held": stats.sparse_pages_held,
+        "sparse_pages_fetched": stats.sparse_pages_fetched,
+        "sparse_page_hits": stats.sparse_page_hits,
         "offload_recomputed_tokens": stats.recomputed_tokens,
         "offload_cpu_attended_tokens": stats.cpu_attended_tokens,
         "weight_transfer_bytes": stats.offloaded_weight_bytes,
