@@ -5,8 +5,9 @@ from functools import cache
 import pytest
 
 from quire.config.generation_request import GenerationRequest
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.errors import RequestError, UnsoundCombination
+from quire.errors import ConfigError, RequestError, UnsoundCombination
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.engines import answer, greedy, largest_difference, load, make_prompts, requests_of
 from support.kv_options import kv_config
@@ -125,7 +126,6 @@ def test_cached_prefixes_are_computed_by_dense_attention():
 @pytest.mark.parametrize(
     ("architecture", "options", "message"),
     [
-        ("llama", {"offload_memory": "1MiB"}, "--kv-offload-memory|prefetched as a whole"),
         ("llama", {"codec": "int8+sinks=4"}, "another precision"),
         ("llama", {"codec": "int8+residual=8"}, "another precision"),
         ("llama", {"evict": "streaming:cap=32,sinks=2"}, "before it"),
@@ -160,3 +160,141 @@ def test_invalid_rules_and_those_of_an_engine_without_bounds_are_refused(rule, m
         engine_of().submit(GenerationRequest([5], greedy(1), sparse=rule))
     with pytest.raises(RequestError, match="start it with --sparse"):
         engine_of(sparse="off").submit(GenerationRequest([5], greedy(1), sparse=RULE))
+
+
+# ---- offloaded KV --------------------------------------------------------------------------------
+
+LONG = [3 + i * i % 60 for i in range(100)]
+deep = cache(lambda architecture: load(architecture, times=3))
+
+
+@cache
+def ample(architecture="llama", rule=RULE, **kv):
+    """A prompt in ample memory: engine, answer, and peak KV bytes."""
+    options = {"memory": "4MiB", "page_tokens": PAGE_TOKENS, "sparse": rule} | kv
+    engine = Engine(deep(architecture), kv_config(**options), ScheduleConfig(chunk_tokens=16))
+    found = answer(engine, requests_of({"a": LONG}, 24))
+    return engine, found, engine.stats().kv_peak_bytes
+
+
+def offloaded(
+    architecture="llama",
+    rule=RULE,
+    *,
+    room=0.8,
+    schedule=None,
+    requests=None,
+    before_step=None,
+    **kv,
+):
+    """The same in little memory, with the rest offloaded; `room` counts the table of bounds."""
+    own = {k: v for k, v in kv.items() if k in ("codec", "evict", "attention")}
+    peak_bytes = ample(architecture, rule, **own)[2]
+    options = {"memory": int(room * peak_bytes), "page_tokens": PAGE_TOKENS, "sparse": rule}
+    options |= {"offload_memory": peak_bytes, "enable_prefix_caching": False} | kv
+    engine = Engine(
+        deep(architecture), kv_config(**options), schedule or ScheduleConfig(chunk_tokens=16)
+    )
+    made = requests or requests_of({"a": LONG}, 24)
+    found = answer(engine, made, before_step=before_step or (lambda engine: None))
+    assert engine.pool.offload.prefixes.pool.peak_bytes
+    engine.pool.offload.check()
+    return engine, found
+
+
+@pytest.mark.parametrize(
+    ("options", "near"),
+    [
+        ({}, 0),
+        ({"attention": "reference"}, 0),
+        ({"architecture": "llama_mha"}, 0),
+        ({"rule": "quest:pages=4,recent=2,dense_layers=0"}, 0),
+        ({"rule": "quest:pages=5,recent=2,dense_layers=3"}, 0),
+        ({"rule": "quest:budget=40%,recent=1,dense_layers=2"}, 0),
+        ({"codec": "int8"}, 5e-3),
+        ({"codec": "int4"}, 5e-3),
+        ({"evict": "h2o:cap=80,every=8,recent=8"}, 1e-4),
+        ({"evict": "keydiff:cap=80,every=8"}, 1e-4),
+        ({"evict": "recent:cap=80,every=8,granularity=page"}, 1e-4),
+    ],
+)
+def test_selected_pages_of_offloaded_kv_give_the_outputs_of_kv_in_memory(options, near):
+    own = {name: value for name, value in options.items() if name != "attention"}
+    expected = ample(**own)[1]
+    engine, got = offloaded(**options)
+    stats = engine.stats()
+
+    assert stats.sparse_pages_fetched > 0
+    assert stats.sparse_page_hits > 0
+    assert stats.sparse_pages_fetched + stats.sparse_page_hits < stats.sparse_pages_read
+    assert largest_difference(got.logits, expected.logits) <= near
+
+
+def test_budgets_of_all_pages_equal_dense_offloaded_attention_bit_for_bit():
+    dense = offloaded(rule="off")[1].logits
+    for rule in ("quest:budget=100%", "quest:pages=64,dense_layers=0"):
+        engine, got = offloaded(rule=rule)
+        assert not engine.stats().sparse_pages_fetched
+        assert largest_difference(got.logits, dense) == 0
+
+
+def test_a_request_may_have_another_rule_or_read_all_pages():
+    """Layers of `dense_layers=4` use the staging of the cache, and are loaded as a whole."""
+    for rule in ("off", "quest:pages=4,recent=2,dense_layers=4", "quest:pages=9,recent=2"):
+        requests = requests_of({"a": LONG}, 24, sparse=rule)
+        engine, got = offloaded(requests=requests)
+        assert (engine.stats().sparse_pages_fetched > 0) == (rule == "quest:pages=9,recent=2")
+        assert largest_difference(got.logits, ample(rule=rule)[1].logits) == 0
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_a_preempted_request_with_offloaded_kv_changes_no_output(swap):
+    """Its cache starts anew; recomputed output tokens read the same pages again."""
+    fetched = []
+
+    def preempt_once(engine):
+        fetched.append(engine.stats().sparse_pages_fetched)
+        if fetched[-1] and not engine.stats().num_preemptions:
+            [request] = engine.scheduler.running
+            engine.scheduler.lifecycle.preempt(request, "test", swap_all=swap)
+
+    space = {"swap_space": "1MiB"} if swap else {}
+    schedule = ScheduleConfig(chunk_tokens=16, preempt="swap" if swap else "recompute")
+    engine, got = offloaded(before_step=preempt_once, schedule=schedule, **space)
+
+    assert engine.stats().num_preemptions == 1
+    assert engine.stats().num_swaps == swap
+    assert engine.stats().sparse_pages_fetched > fetched[-1] // 2
+    assert largest_difference({"a": got.logits["a"][-8:]}, {"a": ample()[1].logits["a"][-8:]}) <= (
+        0 if swap else 1e-4
+    )
+
+
+def test_outputs_that_share_offloaded_pages_load_whole_layers_with_the_same_outputs():
+    params = SamplingParams(max_tokens=24, n=2, seed=1, temperature=1.0, ignore_eos=True)
+    alone = Engine(deep("llama"), kv_config(memory="4MiB", page_tokens=4, sparse=RULE))
+    expected = answer(alone, [GenerationRequest(LONG, params, request_id="a")])
+    engine, got = offloaded(requests=[GenerationRequest(LONG, params, request_id="a")])
+
+    assert engine.stats().sparse_pages_read < engine.stats().sparse_pages_held
+    assert got.tokens == expected.tokens
+    assert largest_difference(got.logits, expected.logits) < 1e-4
+
+
+def test_a_prompt_that_starts_from_offloaded_cached_pages_fetches_selected_ones():
+    engine, first = offloaded(enable_prefix_caching=True)
+    second = answer(engine, requests_of({"c": LONG}, 24))
+
+    assert second.usages["c"].cached_tokens
+    assert second.tokens["c", 0] == first.tokens["a", 0]
+
+
+def test_bounds_of_offloaded_pages_are_a_part_of_the_kv_memory():
+    engine, _ = offloaded()
+    pool, memory = engine.pool.offload.kv_offload.bounds, engine.pool.kv.memory
+    total_bytes = int(0.8 * ample()[2])
+
+    assert pool.num_bytes > 0
+    assert total_bytes - 4096 < memory.total_bytes + pool.num_bytes <= total_bytes
+    with pytest.raises(ConfigError, match="bounds of the keys of offloaded pages"):
+        offloaded(offload_memory="64MiB")
