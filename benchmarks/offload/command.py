@@ -10,7 +10,7 @@ from benchmarks.common.command import run_command
 from benchmarks.common.flags import AsJson, Out, parts_option, quick_option
 from benchmarks.common.result import PartResult
 from benchmarks.offload.config import QUICK_OFFLOAD, OffloadBenchConfig
-from benchmarks.offload.engine import run_engine, run_engine_gain
+from benchmarks.offload.engine import run_engine, run_engine_gain, run_sparse
 from benchmarks.offload.restore import run_restore
 from quire.cli.common import use_threads
 
@@ -18,6 +18,7 @@ PARTS: Mapping[str, Callable[[OffloadBenchConfig], PartResult]] = {
     "restore": run_restore,
     "engine": run_engine,
     "engine_gain": run_engine_gain,
+    "sparse": run_sparse,
 }
 
 
@@ -33,8 +34,8 @@ def offload(
 ) -> None:
     """Compare prefetch and partial recompute for decoding with KV in host memory.
 
-    The parts engine and engine_gain run engines, restore loads prefixes from a slowed Redis server.
-    torch uses one thread; the link uses another core.
+    The parts engine, engine_gain and sparse run engines, restore loads prefixes from a slowed Redis
+    server. torch uses one thread; the link uses another core.
     """
     config = QUICK_OFFLOAD if quick else OffloadBenchConfig()
     config = replace(config, repeats=repeats or config.repeats)

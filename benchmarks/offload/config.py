@@ -16,6 +16,11 @@ class OffloadBenchConfig:
         gain_rows: its sequences, half of them in each batch that shares a layer.
         gain_tokens: prompt length of its sequences.
         gain_steps: decode steps of its sequences.
+        sparse_rows: sequences of the part `sparse`.
+        sparse_tokens: prompt length of its sequences.
+        sparse_steps: decode steps of its sequences.
+        sparse_page_tokens: tokens of its pages.
+        sparse_memory: its KV memory as a fraction of the whole KV.
     """
 
     repeats: int = 5
@@ -26,6 +31,11 @@ class OffloadBenchConfig:
     gain_rows: int = 16
     gain_tokens: int = 256
     gain_steps: int = 7
+    sparse_rows: int = 8
+    sparse_tokens: int = 16_384
+    sparse_steps: int = 8
+    sparse_page_tokens: int = 64
+    sparse_memory: float = 0.2
 
 
 QUICK_OFFLOAD = OffloadBenchConfig(
@@ -36,4 +46,8 @@ QUICK_OFFLOAD = OffloadBenchConfig(
     gain_rounds=1,
     gain_tokens=64,
     gain_steps=5,
+    sparse_rows=2,
+    sparse_tokens=1024,
+    sparse_page_tokens=16,
+    sparse_memory=0.35,
 )

@@ -8,6 +8,9 @@ engine        cost of storing X during prefill, and decode steps:
 engine_gain   decode steps on a slowed link, with the ratios of the paper:
     prefetch  all offloaded KV is transferred, one layer ahead
     lB        the split that measured rates select: part of the KV is recomputed from activations
+sparse        decode steps of the 125M shape in bfloat16 on a link slowed likewise:
+    prefetch  all offloaded KV is transferred, one layer ahead
+    sparse    a tenth of the pages is read, and only pages that are not on the device are fetched
 
 In `engine`, steps are timed by the wall clock, prefill by CPU seconds; variants are interleaved. In
 `engine_gain` either KV is offloaded (one batch; weights on the device), or weights and KV (the
@@ -365,7 +368,7 @@ def _run(
         for row in range(config.gain_rows):
             prompt = random_prompt(model, config.gain_tokens, row)
             engine.submit(GenerationRequest(prompt, params, request_id=str(row)))
-        times, outputs = _steps(engine, link, speeds, config)
+        times, outputs = _steps(engine, link, speeds, config.gain_rows, config.gain_steps)
     splits = engine.pool.offload.splits if engine.pool.offload is not None else None
     share = 0.0 if splits is None else splits.recomputed_tokens / max(1, splits.tokens)
     pool = None if engine.pool.offload is None else engine.pool.offload.prefixes.pool
@@ -392,13 +395,13 @@ def _learn_anew(engine: Engine, speeds: _Speeds) -> None:
 
 
 def _steps(
-    engine: Engine, link: SlowLink, speeds: _Speeds, config: OffloadBenchConfig
+    engine: Engine, link: SlowLink, speeds: _Speeds, rows: int, steps: int
 ) -> tuple[list[float], dict[str, tuple[int, ...]]]:
     """Run all steps; times of those in which every row decodes.
 
     The machine slows to `speeds` when the first of them starts.
     """
-    times, outputs = [], {str(row): list[int]() for row in range(config.gain_rows)}
+    times, outputs = [], {str(row): list[int]() for row in range(rows)}
     while engine.has_work:
         before = [len(ids) for ids in outputs.values()]
         is_first = not link.is_slow and min(before) > 0
@@ -407,7 +410,7 @@ def _steps(
         deltas = engine.step()
         if is_first:
             _learn_anew(engine, speeds)  # this step learned from the one before it
-        elif min(before) and max(before) < config.gain_steps:
+        elif min(before) and max(before) < steps:
             times.append(time.perf_counter() - started_s)
         for delta in deltas:
             outputs[delta.request_id] += delta.token_ids
@@ -481,4 +484,95 @@ def _gain_table(
             for mode, arms in found.items()
             for arm, runs in arms.items()
         ),
+    )
+
+
+_SPARSE_CHUNK = 256
+_SPARSE_ARMS = {"prefetch": "off", "sparse": "quest:budget=10%"}
+
+
+@dataclass(frozen=True, slots=True)
+class _SparseRun:
+    """Decode steps of one engine on the slow link.
+
+    Attributes:
+        step_s: median step time.
+        kv_bytes: peak KV memory in use, with the bounds of offloaded pages.
+        read, fetched: fraction of the pages of KV heads that attention read, and of those of
+            offloaded KV that were fetched.
+    """
+
+    step_s: float
+    kv_bytes: int
+    read: float
+    fetched: float
+
+
+def run_sparse(config: OffloadBenchConfig) -> PartResult:
+    """Run the part."""
+    context = config.sparse_tokens + config.sparse_steps
+    shape = llama(32_000, 768, 2_048, layers=12, heads=12, kv_heads=4, context=context)
+    model = random_model(shape, dtype=torch.bfloat16)
+    speeds = _speeds(model)
+    whole_bytes = config.sparse_rows * context * model.spec.kv_bytes_per_token(2)
+    found = {
+        arm: _sparse_run(config, model, speeds, rule, whole_bytes)
+        for arm, rule in _SPARSE_ARMS.items()
+    }
+    claims: Numbers = {
+        "sparse_over_prefetch": found["prefetch"].step_s / found["sparse"].step_s,
+        "sparse_kv_memory": found["sparse"].kv_bytes / whole_bytes,
+        "sparse_pages_read": found["sparse"].read,
+        "sparse_pages_fetched": found["sparse"].fetched,
+    }
+    table = Table(
+        name="offload-sparse",
+        caption=(
+            f"Decode steps of {config.sparse_rows} sequences of {config.sparse_tokens:,} tokens of "
+            f"the 125M shape in bfloat16, pages of {config.sparse_page_tokens} tokens, on a link "
+            f"slowed to rho = {_RHO}. KV memory is a fraction of the whole KV."
+        ),
+        columns=("arm", "ms", "KV memory", "pages read", "offloaded pages fetched"),
+        rows=tuple(
+            (arm, 1e3 * run.step_s, run.kv_bytes / whole_bytes, run.read, run.fetched)
+            for arm, run in found.items()
+        ),
+    )
+    return PartResult(claims=claims, tables=(table,), raw={a: r.step_s for a, r in found.items()})
+
+
+def _sparse_run(
+    config: OffloadBenchConfig, model: LoadedModel, speeds: _Speeds, rule: str, whole_bytes: int
+) -> _SparseRun:
+    link = SlowLink(speeds.link)
+    kv = KVConfig(
+        memory=int(config.sparse_memory * whole_bytes),
+        page_tokens=config.sparse_page_tokens,
+        sparse=rule,
+        offload=OffloadConfig(
+            kv_memory=int(1.1 * whole_bytes), recompute="off", cpu_attention="off"
+        ),
+        prefix_cache=PrefixCacheConfig(enabled=False),
+    )
+    with _on_link(model, link, speeds):
+        rows = config.sparse_rows
+        schedule = ScheduleConfig(  # all prompts end in the same step
+            chunk_tokens=_SPARSE_CHUNK,
+            max_num_seqs=rows,
+            max_num_batched_tokens=rows * _SPARSE_CHUNK,
+        )
+        engine = Engine(model, kv, schedule)
+        params = SamplingParams(max_tokens=config.sparse_steps, ignore_eos=True, temperature=0.0)
+        for row in range(rows):
+            prompt = random_prompt(model, config.sparse_tokens, row)
+            engine.submit(GenerationRequest(prompt, params, request_id=str(row)))
+        times, _ = _steps(engine, link, speeds, rows, config.sparse_steps)
+    stats, offload = engine.stats(), engine.pool.offload
+    bounds = None if offload is None else offload.kv_offload.bounds
+    offloaded = stats.sparse_pages_fetched + stats.sparse_page_hits
+    return _SparseRun(
+        statistics.median(times),
+        stats.kv_peak_bytes + (0 if bounds is None else bounds.num_bytes),
+        stats.sparse_pages_read / max(1, stats.sparse_pages_held),
+        stats.sparse_pages_fetched / max(1, offloaded),
     )
