@@ -40,7 +40,7 @@ from quire.models.base import attention_math
 from quire.models.loader import LoadedModel
 from quire.offload.host_side import host_bytes_of, stream_bytes_of
 from quire.offload.kv.build import KVOffloadComponents, OffloadChoice, build_kv_offload
-from quire.offload.kv.hot_pages import OffloadedBounds, has_bounds, with_dense_layers
+from quire.offload.kv.hot_pages import OffloadedBounds, has_bounds, usable_bytes, with_dense_layers
 from quire.offload.swap.host_pool import HostPool
 from quire.policies.eviction import Eviction
 from quire.policies.registry import load_policy_file
@@ -119,13 +119,18 @@ def build_pool(
     host_bytes, offload_bytes = host_bytes_of(config, layout), stream_bytes_of(config, layout)
     if host_bytes is not None:
         refuse_unused_swap_space(host_bytes, schedule)
+    total_bytes = None
+    if offload_bytes and has_bounds(layout):  # the bounds of offloaded pages are KV memory
+        total_bytes = kv_memory_bytes(model, config, schedule, layout, plan.eviction.spec)
+        offload_bytes = min(offload_bytes, usable_bytes(layout, total_bytes))
+        total_bytes -= OffloadedBounds.bytes_for(layout, offload_bytes)
     choice = OffloadChoice(model, config, layout) if offload_bytes else None
     if choice is not None:
         choice.refuse_without_effect(offload_bytes, plan.eviction.spec.statistics)
     refuse_too_many_rows(layout.groups, schedule.num_rows)
     if member is None:
         make_store = partial(PageStore, device=device, mover=mover)
-        memory = _own_memory(model, config, schedule, layout, plan, make_store)
+        memory = _own_memory(model, config, schedule, layout, plan, make_store, total_bytes)
     else:
         if model.group.size > 1:
             raise limits.refused(limits.SHARED_POOL_ON_RANKS, ranks=model.group.size)
@@ -298,19 +303,14 @@ def _own_memory(
     layout: CacheLayout,
     plan: _PoolPlan,
     make_store: MakeStore,
+    total_bytes: int | None = None,
 ) -> KVMemory:
     device, eviction = model.decoder.device, plan.eviction.spec
-    total_bytes = kv_memory_bytes(model, config, schedule, layout, eviction)
-    bounds_bytes = OffloadedBounds.bytes_for(layout, config.offload.kv_memory or 0)
-    if config.offload.kv_memory and bounds_bytes >= total_bytes:
-        raise ConfigError(
-            f"expected --kv-memory of more than {bounds_bytes:,} B, got {total_bytes:,} B: "
-            "--sparse keeps the bounds of the keys of offloaded pages there; raise it, or lower "
-            "--kv-offload-memory"
-        )
+    if total_bytes is None:
+        total_bytes = kv_memory_bytes(model, config, schedule, layout, eviction)
     return KVMemory(
         layout,
-        total_bytes - bounds_bytes * bool(config.offload.kv_memory),
+        total_bytes,
         schedule.num_rows,
         store=make_store,
         track_changes=device.type != "cpu",

@@ -328,6 +328,11 @@ CPU_ATTENTION_WITH_WEIGHTS = _cpu_attention(
     reason="the eviction rule needs statistics of the attention to every token",
     instead="use a rule without them, such as tova, keydiff or sinks",
 )
+CPU_ATTENTION_WITH_SPARSE = _cpu_attention(
+    other="`--sparse`",
+    reason="decode steps with --sparse fetch the few pages that they read",
+    instead="leave out --sparse",
+)
 
 # ---- scheduling ----------------------------------------------------------------------------------
 

@@ -342,6 +342,8 @@ class OffloadChoice:
             return limits.CPU_ATTENTION_WITH_INDEX
         if not self._in_parts:
             return limits.CPU_ATTENTION_OF_PARTS
+        if has_bounds(self.layout):
+            return limits.CPU_ATTENTION_WITH_SPARSE
         if any(isinstance(statistic, OfWeights) for statistic in statistics):
             return limits.CPU_ATTENTION_WITH_WEIGHTS
         return None
@@ -404,7 +406,8 @@ class OffloadChoice:
         """Create the CPU attention; None if it is off, impossible, or the device is the CPU."""
         fraction = self._config.offload.cpu_attention
         here = self._model.decoder.device.type == "cpu"
-        if not self._in_parts or fraction == 0 or (fraction is None and here):
+        off = fraction == 0 or (fraction is None and here) or has_bounds(self.layout)
+        if not self._in_parts or off:
             return None
         return CPUAttention(memory, store, coded, prefixes, self._in_parts)
 

@@ -34,7 +34,7 @@ from quire.kernels.backend import LayerPages
 from quire.kv.pages import PageNumbers
 from quire.kv.store import PageStore
 from quire.kv.tables import LaneTable
-from quire.layout.layout import can_be_offloaded
+from quire.layout.layout import SLOTS, can_be_offloaded
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.layout.sparse import SparseSpec
 from quire.offload.kv.offloaded_prefixes import OffloadedPageGroup
@@ -117,6 +117,15 @@ def with_dense_layers(layout: CacheLayout, spec: SparseSpec) -> CacheLayout:
 def has_bounds(layout: CacheLayout) -> bool:
     """Whether pages that can be offloaded have bounds of their keys."""
     return any(_with_bounds(layout))
+
+
+def usable_bytes(layout: CacheLayout, kv_bytes: int) -> int:
+    """Offload memory for which a KV memory of this size has room for staging and bounds."""
+    groups = [group for group in layout.groups if can_be_offloaded(group)]
+    offloaded = sum(group.num_lanes * group.page_class.page_bytes for group in groups)
+    staged = sum(SLOTS * g.lanes_per_layer * g.page_class.page_bytes for g in groups)
+    bounds = sum(group.num_lanes * group.page_class.bounds_bytes for group in groups)
+    return kv_bytes * offloaded // (staged + bounds)
 
 
 def _with_bounds(layout: CacheLayout) -> Iterable[PageClass]:
