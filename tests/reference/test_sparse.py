@@ -75,6 +75,14 @@ def test_batches_equal_single_requests_with_the_reference_backend(case):
     assert largest_difference(got, expected_of(*by)) < near
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_batches_on_cuda_equal_single_requests_with_the_reference_backend(codec):
+    kv = kv_config(memory="4MiB", page_tokens=PAGE_TOKENS, sparse=RULE, codec=codec)
+    got = run(Engine(load("llama", "cuda"), kv)).logits
+    assert largest_difference(got, expected_of("llama", "full", codec)) < 5e-3
+
+
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])
 @pytest.mark.parametrize("evict", ["full", "tova:cap=48,every=8"])
 def test_little_memory_changes_no_output(preempt, evict):

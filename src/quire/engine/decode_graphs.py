@@ -286,6 +286,8 @@ def why_no_graphs(kv: PagedKV) -> str | None:
         return "rows attend to latents in a form that is chosen in every step"
     if kv.states:
         return "recurrent states are read and written between layers"
+    if any(group.page_class.has_bounds for group, _ in kv.place.values()):
+        return "sparse attention selects pages in every step"
     if kv.full_precision or kv.promoted:
         return "the KV codec keeps some tokens in full precision"
     return None

@@ -234,8 +234,7 @@ def _refuse_sparse(
     """Refuse what sparse attention cannot be combined with."""
     form, device = read_format(codec), model.decoder.device
     for is_limited, limit in (
-        (device.type != "cpu", limits.SPARSE_DEVICE),
-        (config.attention == "triton", limits.SPARSE_DEVICE),
+        (device.type not in ("cpu", "cuda"), limits.SPARSE_DEVICE),
         (schedule.batch_invariant, limits.SPARSE_INVARIANT),
         (bool(form.sinks or form.recent(config.page_tokens)), limits.SPARSE_FULL_PRECISION),
         (form.promoted is not None, limits.SPARSE_FULL_PRECISION),

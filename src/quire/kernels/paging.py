@@ -191,16 +191,21 @@ def _decoded(coded: CodedPlanes, pages: Tensor) -> Float[Tensor, "some_page head
     return coded.codec.decode([plane[pages] for plane in coded.planes]).float()
 
 
+_MAX_REPEATED_PAGES = 512
+"""On a GPU: `unique` waits for the device, and so few pages may be computed several times."""
+
+
 def write_bounds(slots: NewSlots) -> None:
     """Compute the bounds of the pages to which the new tokens were written."""
     if slots.bounds is None:
         return
-    pages, place = torch.unique(slots.pages.reshape(-1), return_inverse=True)
-    newest = torch.zeros_like(pages).scatter_reduce_(
-        0, place, slots.offsets.reshape(-1), "amax", include_self=True
-    )
+    pages, offsets = slots.pages.reshape(-1), slots.offsets.reshape(-1)
+    newest = torch.zeros(len(slots.bounds), dtype=offsets.dtype, device=pages.device)
+    newest.scatter_reduce_(0, pages.long(), offsets, "amax", include_self=True)
+    if len(pages) > _MAX_REPEATED_PAGES or pages.device.type == "cpu":
+        pages = torch.unique(pages)
     coded = None if slots.coded is None else slots.coded.key
-    set_bounds(slots.bounds, slots.key, coded, pages, newest + 1)
+    set_bounds(slots.bounds, slots.key, coded, pages, newest[pages] + 1)
 
 
 def move_slots(moves: MovedSlots) -> None:

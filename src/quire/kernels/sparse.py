@@ -24,6 +24,7 @@ Differs from the paper:
 """
 
 from dataclasses import dataclass, field, replace
+from math import gcd
 
 import numpy as np
 import torch
@@ -70,9 +71,43 @@ def select_pages(
     return best.sort(dim=1).values
 
 
+def select_together(
+    bounds: Float[Tensor, "row lane column head both_dims"],
+    query: Float[Tensor, "row lane head group key_dim"],
+    pages: tuple[Int[np.ndarray, "row lane"], Int[np.ndarray, "row lane"]],
+    *,
+    sinks: Int[np.ndarray, " row"],
+    recent: Int[np.ndarray, " row"],
+) -> Int[Tensor, "row all_heads count"]:
+    """Return what `select_pages` returns for each lane, without a wait for the device.
+
+    Args:
+        bounds: of the pages of all lanes; those after the last page of a lane are not read.
+        query: the query heads of each KV head.
+        pages: pages of each lane, and pages to read of them.
+        sinks: first pages that are read in any case, of each row.
+        recent: last pages that are read in any case, of each row.
+
+    Returns:
+        The pages of each KV head, ascending, and 0 after the last.
+    """
+    device, columns = bounds.device, bounds.shape[2]
+    weights = torch.cat([query.clamp_max(0).sum(dim=3), query.clamp_min(0).sum(dim=3)], dim=3)
+    scores = torch.einsum("rlchd,rlhd->rlhc", bounds.float(), weights)
+    held, count = (to_device(x, device)[:, :, None, None] for x in pages)
+    first, last = (to_device(x, device)[:, None, None, None] for x in (sinks, recent))
+    column = torch.arange(columns, device=device)
+    in_any_case = (column < first) | (column >= held - last)
+    scores = scores.masked_fill(in_any_case, torch.inf).masked_fill(column >= held, -torch.inf)
+    best = scores.sort(dim=3, descending=True, stable=True).indices[..., : int(pages[1].max())]
+    unread = torch.arange(best.shape[3], device=device) >= count
+    best = best.masked_fill(unread, columns).sort(dim=3).values
+    return best.masked_fill(unread, 0).flatten(1, 2)
+
+
 @dataclass(frozen=True, slots=True)
 class SparsePlan:
-    """A step for a backend that reads all pages of its rows: sparse rows attend to copies.
+    """A step for a backend that reads all pages of its rows: sparse rows have tables of few pages.
 
     Attributes:
         backend: attends to the pages, or to copies of them.
@@ -144,7 +179,7 @@ class SparsePlan:
         if pages.offloaded is not None:
             counts, found = self._counts(), columns.cpu().numpy()
             numbers = torch.from_numpy(pages.offloaded.fetch(self.rows, found, counts)).to(device)
-        copies = _copied(_of_rows(pages, row), columns, query.dtype, numbers)
+        apart = _of_heads(_of_rows(pages, row), columns, query.dtype, numbers)
         slots = self._slots(pages.key.shape[1])
         sums = None
         if column_sums is not None:
@@ -152,7 +187,7 @@ class SparsePlan:
         own_fresh = (fresh[0][token], fresh[1][token])
         plan = self._plan(pages.key.shape[1], slots)
         out[token] = self.backend.attend(
-            plan, copies, math, query[token], own_fresh, column_sums=sums
+            plan, apart, math, query[token], own_fresh, column_sums=sums
         )
         if column_sums is not None and sums is not None:
             width = column_sums.shape[2]
@@ -188,17 +223,24 @@ class SparsePlan:
         assert pages.bounds is not None, "only such pages are selected"
         assert sparse is not None, "see `of`"
         held, counts = self._held(), self._counts()
+        by_lane = query.view(len(query), pages.num_lanes, heads, -1, query.shape[2]).float()
+        if pages.offloaded is None:
+            own = slice(pages.first_lane, pages.first_lane + pages.num_lanes)
+            row = pages.rows[to_device(self.rows, query.device)]
+            numbers = pages.table[row, own, : int(held.max())].clamp_min(0).long()
+            return select_together(
+                pages.bounds[numbers][:, :, :, :, 0],
+                by_lane,
+                (held, counts),
+                sinks=sparse.sinks[self.rows],
+                recent=sparse.recent[self.rows],
+            )
         shape = (len(self.rows), pages.num_lanes, heads, int(counts.max()))
         found = torch.zeros(shape, dtype=torch.int64, device=query.device)
-        by_lane = query.view(len(query), pages.num_lanes, heads, -1, query.shape[2]).float()
         for i, row in enumerate(self.rows.tolist()):
             for lane in range(pages.num_lanes):
-                columns, count = int(held[i, lane]), int(counts[i, lane])
-                if pages.offloaded is None:
-                    numbers = pages.table[pages.rows[row], pages.first_lane + lane, :columns]
-                    bounds = pages.bounds[numbers.long()]
-                else:
-                    bounds = pages.offloaded.bounds(pages, row, lane, columns)
+                count = int(counts[i, lane])
+                bounds = pages.offloaded.bounds(pages, row, lane, int(held[i, lane]))
                 found[i, lane, :, :count] = select_pages(
                     bounds[:, :, 0],
                     by_lane[i, lane],
@@ -255,11 +297,12 @@ def _of_rows(pages: LayerPages, rows: Int[Tensor, " row"]) -> LayerPages:
     return replace(pages, rows=pages.rows[rows])
 
 
-def _copied(
+def _of_heads(
     pages: LayerPages, columns: Tensor, dtype: torch.dtype, fetched: Tensor | None = None
 ) -> LayerPages:
-    """Copy, or decode, the pages of each KV head to one-head pages of its own lane.
+    """Return the pages of each KV head as one-head pages of its own lane.
 
+    They are views of plain pages whose planes have equal strides; others are copied or decoded.
     `fetched` are the pages of the columns, if not those of the table.
     """
     heads, (rows, kv_heads, count) = pages.key.shape[1], columns.shape
@@ -269,6 +312,18 @@ def _copied(
         fetched = pages.table[pages.rows[:, None, None], lane, columns]
     numbers = fetched.clamp_min(0).long()
     head = (kv_head % heads)[None, :, None]
+    (page_stride, head_stride), strides = pages.key.stride()[:2], pages.value.stride()[:2]
+    unit = gcd(page_stride, head_stride)
+    is_alike = pages.coded is None and strides == (page_stride, head_stride)
+    if is_alike and pages.key.dtype == dtype and len(pages.key) * page_stride // unit < 1 << 31:
+        table = numbers * (page_stride // unit) + head * (head_stride // unit)
+
+        def viewed(plane: Tensor) -> Tensor:
+            size = 1 + ((len(plane) - 1) * page_stride + (heads - 1) * head_stride) // unit
+            inner = plane.stride()[2:]
+            return plane.as_strided((size, 1, *plane.shape[2:]), (unit, head_stride, *inner))
+
+        return _one_head_pages(viewed(pages.key), viewed(pages.value), table.int())
 
     def copied(plane: Tensor, coded: CodedPlanes | None) -> Tensor:
         if coded is None:
@@ -282,11 +337,11 @@ def _copied(
 
     sides = (None, None) if pages.coded is None else (pages.coded.key, pages.coded.value)
     table = torch.arange(numbers.numel(), dtype=torch.int32, device=columns.device)
-    return LayerPages(
-        key=copied(pages.key, sides[0]),
-        value=copied(pages.value, sides[1]),
-        table=table.view(rows, kv_heads, count),
-        rows=torch.arange(rows, device=columns.device),
-        first_lane=0,
-        num_lanes=kv_heads,
-    )
+    keys, values = copied(pages.key, sides[0]), copied(pages.value, sides[1])
+    return _one_head_pages(keys, values, table.view(rows, kv_heads, count))
+
+
+def _one_head_pages(key: Tensor, value: Tensor, table: Tensor) -> LayerPages:
+    rows, lanes, _ = table.shape
+    row = torch.arange(rows, device=table.device)
+    return LayerPages(key=key, value=value, table=table, rows=row, first_lane=0, num_lanes=lanes)

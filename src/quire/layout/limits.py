@@ -422,9 +422,9 @@ INVARIANT_PRESSURE = _invariant(
 _sparse = partial(Limit, area="sparse attention", one="`--sparse`", subject="--sparse: ")
 _OR_DENSE = ", or leave out --sparse"
 SPARSE_DEVICE = _sparse(
-    other="a device other than the CPU, and `--attention triton`",
-    reason="only the backends native, gathered and reference on a CPU select pages",
-    instead="use --device cpu and --attention auto" + _OR_DENSE,
+    other="a device other than a CPU and a CUDA GPU",
+    reason="pages are selected by C code and by operations of torch that are tested on these only",
+    instead="use --device cpu or cuda" + _OR_DENSE,
 )
 SPARSE_INVARIANT = _sparse(
     other="`--batch-invariant`",

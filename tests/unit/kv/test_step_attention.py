@@ -4,6 +4,8 @@ Each quantized memory has a float32 twin that stores the decoded values. Both me
 steps, evictions, forks and swaps; codes move bit for bit.
 """
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,7 @@ from quire.kernels.backend import AttentionMath
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention, attend_reference
 from quire.kernels.select import select_backend
+from quire.kernels.sparse import select_pages, select_together
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.lane_reader import LaneReader
 from quire.kv.paged_kv import allocate_kv
@@ -26,6 +29,7 @@ from quire.layout.codec_names import CODECS, codec_pair
 from quire.layout.layout import layout_for
 from quire.layout.pages import CacheLayout, LaneGroup, kv_pages
 from quire.layout.sparse import parse_sparse
+from support.interpreted import triton_backend
 from support.lanes import grown_step
 from support.model_specs import small_spec
 
@@ -492,9 +496,13 @@ def sparse_kvs(backends, codec, *, heads_apart=False, page_tokens=4, dtype=torch
     options = {"evicting": heads_apart, "heads_apart": heads_apart, "bounds": True}
     layout = layout_for(spec, codec=codec, page_tokens=page_tokens, **options)
     for name in backends:
-        choice = select_backend(name, CPU, dtype=dtype, head_dim=16, scratch_bytes=1 << 20)
+        if name == "triton":
+            backend = triton_backend()  # no row falls back to torch
+        else:
+            options = {"dtype": dtype, "head_dim": 16, "scratch_bytes": 1 << 20}
+            backend = select_backend(name, CPU, **options).backend
         total_bytes = layout.smallest_sequence_bytes * 600
-        kv = allocate_kv(layout, total_bytes, 8, device=CPU, backend=choice.backend)
+        kv = allocate_kv(layout, total_bytes, 8, device=CPU, backend=backend)
         kv.store.arena.fill_(0xFF)
         yield kv
 
@@ -542,7 +550,7 @@ def plain_sparse(kv, group, layer, row, query, rule):
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize("name", ["reference", "gathered", "auto"])
+@pytest.mark.parametrize("name", ["reference", "gathered", "auto", "triton"])
 @pytest.mark.parametrize("heads_apart", [False, True])
 @pytest.mark.parametrize("page_tokens", [3, 16])
 def test_decode_rows_read_the_pages_with_the_highest_scores(name, heads_apart, page_tokens):
@@ -611,7 +619,7 @@ def test_backends_agree_on_sparse_rows(name, codec, heads_apart, softcap):
             torch.testing.assert_close(one, other, **near)
 
 
-@pytest.mark.parametrize("name", ["gathered", "auto"])
+@pytest.mark.parametrize("name", ["gathered", "auto", "triton"])
 def test_budget_of_all_pages_equals_dense_bit_for_bit(name):
     kvs = list(sparse_kvs([name] * 2, "float32"))
     generator = torch.Generator().manual_seed(2)
@@ -627,3 +635,35 @@ def test_budget_of_all_pages_equals_dense_bit_for_bit(name):
         sparse = sparse_step(kvs[1], parts, drawn, rules)
 
         assert all(torch.equal(one, other) for one, other in zip(dense, sparse, strict=True))
+
+
+@given(data=st.data(), sizes=st.tuples(*[st.integers(1, 3)] * 3), columns=st.integers(1, 12))
+def test_pages_of_all_lanes_are_those_of_each_lane_alone(data, sizes, columns):
+    rows, lanes, heads = sizes
+    pages = st.integers(1, columns)
+    held, wanted = (
+        np.array(data.draw(st.lists(pages, min_size=rows * lanes, max_size=rows * lanes)))
+        for _ in range(2)
+    )
+    held = held.reshape(rows, lanes)
+    counts = np.minimum(wanted.reshape(rows, lanes), held)
+    sinks = np.array([data.draw(st.integers(0, int(counts[row].min()))) for row in range(rows)])
+    recent = np.array(
+        [data.draw(st.integers(0, int(counts[row].min()) - int(sinks[row]))) for row in range(rows)]
+    )
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    # few values: many scores are equal
+    bounds = torch.randint(-1, 2, (rows, lanes, columns, heads, 4), generator=generator).float()
+    query = torch.randint(-1, 2, (rows, lanes, heads, 2, 2), generator=generator).float()
+
+    found = select_together(bounds, query, (held, counts), sinks=sinks, recent=recent)
+
+    by_lane = found.view(rows, lanes, heads, -1)
+    for row, lane in product(range(rows), range(lanes)):
+        count = int(counts[row, lane])
+        one = bounds[row, lane, : held[row, lane]]
+        edges = {"sinks": int(sinks[row]), "recent": int(recent[row])}
+        assert torch.equal(
+            by_lane[row, lane, :, :count], select_pages(one, query[row, lane], count, **edges)
+        )
+        assert not by_lane[row, lane, :, count:].any()

@@ -33,6 +33,7 @@ from quire.kernels.backend import (
 )
 from quire.kernels.coded import CodedPlanes
 from quire.kernels.gathered import GatheredAttention
+from quire.kernels.paging import write_bounds
 from quire.kernels.triton import launch
 from quire.kernels.triton.coding import FLOATS, sides_of, unfit_pages, unfit_scores
 from quire.kernels.triton.hardware import Hardware, device_of
@@ -104,6 +105,7 @@ class TritonAttention:
         if can_write(slots, key, value):
             with device_of(key):
                 launch.write(slots, key, value)
+                write_bounds(slots)
         else:
             self._gathered.write(slots, key, value)
 
@@ -121,6 +123,7 @@ class TritonAttention:
             return False
         with device_of(key):
             launch.rotate_and_write(slots, (query, key, value), rope, source)
+            write_bounds(slots)
         return True
 
     def move(self, moves: MovedSlots) -> None:
