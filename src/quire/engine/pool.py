@@ -235,6 +235,7 @@ def _refuse_sparse(
     form, device = read_format(codec), model.decoder.device
     for is_limited, limit in (
         (device.type not in ("cpu", "cuda"), limits.SPARSE_DEVICE),
+        (device.type == "cuda" and bool(config.offload.kv_memory), limits.SPARSE_OFFLOAD_DEVICE),
         (schedule.batch_invariant, limits.SPARSE_INVARIANT),
         (bool(form.sinks or form.recent(config.page_tokens)), limits.SPARSE_FULL_PRECISION),
         (form.promoted is not None, limits.SPARSE_FULL_PRECISION),

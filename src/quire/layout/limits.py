@@ -437,6 +437,11 @@ SPARSE_OFFLOAD = _sparse(
     reason="the bounds of offloaded pages have KV memory of their own, which a shared pool has not",
     instead="leave out --kv-offload-memory" + _OR_DENSE,
 )
+SPARSE_OFFLOAD_DEVICE = _sparse(
+    other="`--kv-offload-memory` on a GPU",
+    reason="single pages are fetched by copies that wait for the CPU",
+    instead="use --device cpu, or leave out --kv-offload-memory" + _OR_DENSE,
+)
 SPARSE_FULL_PRECISION = _sparse(
     other="a codec with full-precision or promoted tokens (`sinks`, `residual`, `promoted`, codecs "
     "of whole pages)",
