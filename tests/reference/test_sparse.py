@@ -199,7 +199,9 @@ def offloaded(
     own = {k: v for k, v in kv.items() if k in ("codec", "evict", "attention")}
     peak_bytes = ample(architecture, rule, **own)[2]
     options = {"memory": int(room * peak_bytes), "page_tokens": PAGE_TOKENS, "sparse": rule}
-    options |= {"offload_memory": peak_bytes, "enable_prefix_caching": False} | kv
+    # `auto` depends on measured rates, and stored activations take offload memory
+    options |= {"offload_memory": peak_bytes, "offload_recompute": "off"}
+    options |= {"enable_prefix_caching": False} | kv
     engine = Engine(
         deep(architecture), kv_config(**options), schedule or ScheduleConfig(chunk_tokens=16)
     )
