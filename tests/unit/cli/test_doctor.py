@@ -56,9 +56,13 @@ def on_path(path: int) -> NativeLibrary:
     ("path", "arithmetic"),
     [(AVX2, "widened to float32"), (AVX512, "widened to float32"), (AVX512_BF16, "bfloat16 prod")],
 )
-def test_bfloat16_weights_name_the_arithmetic(monkeypatch, path: int, arithmetic: str):
+def test_bfloat16_weights_name_the_arithmetic_and_sampling_runs_where_the_engine_samples(
+    monkeypatch, path: int, arithmetic: str
+):
     uses = uses_with(monkeypatch, on_path(path))
-
+    monkeypatch.setattr(sampling, "load_library", lambda: on_path(path))
+    assert sampling.row_sampling() is not None
+    assert uses["sampling", ""].kernel == "C extension"
     assert uses["linear layers", "bfloat16"].kernel == "C extension"
     assert arithmetic in uses["linear layers", "bfloat16"].reason
     assert uses["linear layers", "float32"].reason == "float32 products"
@@ -88,14 +92,6 @@ def test_plain_c_has_no_linear_layers_and_no_sampling(monkeypatch):
     assert "neither AVX2 nor AVX-512" in uses["linear layers", "float32"].reason
     assert uses["sampling", ""].kernel == "torch"
     assert "neither AVX2 nor AVX-512" in uses["sampling", ""].reason
-
-
-@needs_products
-@pytest.mark.parametrize("path", [AVX2, AVX512, AVX512_BF16])
-def test_sampling_runs_where_the_engine_samples(monkeypatch, path: int):
-    monkeypatch.setattr(sampling, "load_library", lambda: on_path(path))
-    assert sampling.row_sampling() is not None
-    assert uses_with(monkeypatch, on_path(path))["sampling", ""].kernel == "C extension"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +213,7 @@ def test_entry_by_name_is_shown_with_options_source_and_example(line, expected):
     assert "tova" not in shown
 
 
-def test_json_of_one_entry_has_only_this_entry():
+def test_json_has_all_kinds_or_one_entry_and_cpu_features_are_read():
     found = json.loads(output_of("policies", "tova", "--json"))
 
     assert [row["name"] for row in found["policies"]] == ["tova"]
@@ -226,23 +222,6 @@ def test_json_of_one_entry_has_only_this_entry():
         listed = json.loads(output_of("codecs", name, "--json"))["codecs"]
         assert {row["name"] for row in listed} == codecs
 
-
-@pytest.mark.parametrize(
-    ("arguments", "hint"),
-    [
-        (("policies", "h3o"), "did you mean h2o?"),
-        (("policies", "by_length"), "(a rule of your own: --policy-file FILE, in Python"),
-        (("codecs", "in4"), "did you mean int4?"),
-        (("codecs", "kivi5"), "did you mean kivi4"),
-    ],
-)
-def test_unknown_names_are_refused_with_the_nearest(arguments, hint):
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exit_code == 2
-    assert hint in result.stderr
-
-
-def test_json_listing_has_all_kinds_and_cpu_features_are_read():
     listing = json.loads(output_of("policies", "--json"))
     rules = {row["name"]: row for row in listing["policies"]}
     budgets = {row["name"]: row for row in listing["budgets"]}
@@ -259,6 +238,21 @@ def test_json_listing_has_all_kinds_and_cpu_features_are_read():
     assert found == ["avx2", "avx512f", "amx_tile"]
     assert cpu_features("Features\t: fp asimd sve\n") == ["asimd", "sve"]
     assert cpu_features("") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("policies", "h3o"), "did you mean h2o?"),
+        (("policies", "by_length"), "(a rule of your own: --policy-file FILE, in Python"),
+        (("codecs", "in4"), "did you mean int4?"),
+        (("codecs", "kivi5"), "did you mean kivi4"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_nearest(arguments, hint):
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 2
+    assert hint in result.stderr
 
 
 # ---- models --------------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ def toml(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_settings_are_defaults_of_the_command_unless_a_file_overrides_them(toml: str):
+def test_settings_are_defaults_unless_a_file_and_options_override_them(toml: str):
     settings = settings_of(show)
     assert settings.model == "quire-tiny"
     assert settings.kv.memory is None
@@ -262,8 +262,6 @@ def test_settings_are_defaults_of_the_command_unless_a_file_overrides_them(toml:
     assert not settings.loading.verify
     assert (settings.sampling.max_tokens, settings.sampling.stop) == (7, ("a", "b"))
 
-
-def test_command_accepts_its_own_options_which_override_the_file(toml):
     settings = settings_of(
         show, "mine", "--config", toml, "--kv-memory", "auto", "--verify", "--max-tokens", "40",
         "--stop", "c",

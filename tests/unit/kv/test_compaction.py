@@ -54,7 +54,7 @@ def unordered(num_lanes=1, **options):
     return one_group(num_lanes=num_lanes, ordered=False, **options)
 
 
-def test_pages_shared_after_planning_are_copied_too():
+def test_only_written_pages_that_are_shared_also_after_planning_are_copied():
     memory = unordered()
     row = started(memory, 12)
     plan = plan_compaction(memory, "kv", row, mask("ooooxoooxxxo"))
@@ -67,32 +67,6 @@ def test_pages_shared_after_planning_are_copied_too():
     assert sorted(keys(memory, row)) == [0, 1, 2, 3, 5, 6, 7, 11]
     memory.check()
 
-
-MORE = LaneGroup(name="more", page_class=plain_class(positions=True), layers=(2,), ordered=False)
-
-
-def memory_of(*groups, **options):
-    return with_groups(*(groups or (KV, SUMS, RING)), **options)
-
-
-def compact(memory, row, text, kind):
-    keep = np.repeat(mask(text), 2, axis=0)
-    plan = plan_compaction(memory, "kv", row, keep, kind)
-    commit_compaction(memory, plan)
-    memory.check()
-    return plan
-
-
-def test_statistics_groups_cannot_be_compacted_separately():
-    memory = memory_of()
-    row = row_of(memory, 12)
-
-    for name in NAMES:
-        with pytest.raises(ConfigError, match="holds statistics"):
-            plan_compaction(memory, name, row, np.ones((2, 12), dtype=bool))
-
-
-def test_only_written_shared_pages_need_copies():
     memory = memory_of()
     row = row_of(memory, 12)
     child = fork(memory, row)
@@ -113,7 +87,22 @@ def test_only_written_shared_pages_need_copies():
     assert keys(memory, row) == [0, 1, 2, 3, *range(5, 12)]
 
 
-def test_ordered_lanes_support_drop_pages_only():
+MORE = LaneGroup(name="more", page_class=plain_class(positions=True), layers=(2,), ordered=False)
+
+
+def memory_of(*groups, **options):
+    return with_groups(*(groups or (KV, SUMS, RING)), **options)
+
+
+def compact(memory, row, text, kind):
+    keep = np.repeat(mask(text), 2, axis=0)
+    plan = plan_compaction(memory, "kv", row, keep, kind)
+    commit_compaction(memory, plan)
+    memory.check()
+    return plan
+
+
+def test_ordered_lanes_support_drop_pages_only_and_statistics_no_own_compaction():
     memory = memory_of(replace(KV, ordered=True), SUMS)
     row = row_of(memory, 10)
 
@@ -127,8 +116,15 @@ def test_ordered_lanes_support_drop_pages_only():
     assert memory.tables["kv"].slot_positions(row, 1).tolist() == expected
     assert keys(memory, row, name="kv.sums")[:6] == expected[:6]
 
+    memory = memory_of()
+    row = row_of(memory, 12)
 
-def test_plans_of_several_groups_are_committed_together_or_not_at_all():
+    for name in NAMES:
+        with pytest.raises(ConfigError, match="holds statistics"):
+            plan_compaction(memory, name, row, np.ones((2, 12), dtype=bool))
+
+
+def test_plans_of_several_groups_are_committed_together_and_wrong_moves_not_at_all():
     memory = memory_of(KV, MORE, total_bytes=9 * 192, max_rows=2)
     row = started(memory, 12)
     child = fork(memory, row)
@@ -149,8 +145,6 @@ def test_plans_of_several_groups_are_committed_together_or_not_at_all():
     assert memory.tables["more"].num_slots[row].tolist() == [10]
     memory.check()
 
-
-def test_invalid_slot_map_is_rejected_before_any_write():
     memory = memory_of()
     row = row_of(memory, 12)
     fork(memory, row)
@@ -281,7 +275,7 @@ def test_pages_shared_with_the_cache_only_are_written_in_place_if_memory_is_full
     assert len(index) == len(listener.known) == 1
 
 
-def test_blocks_in_use_are_not_evicted():
+def test_blocks_in_use_are_not_evicted_and_evicted_ones_can_be_published_again():
     index, row, _ = cached_row(pages=3)
     lease = index.match(DEFAULT_IDENTITY, TOKENS)
 
@@ -293,8 +287,6 @@ def test_blocks_in_use_are_not_evicted():
     index.release(lease)
     compact_cached(index, row, "oooooxooooox")
 
-
-def test_evicted_block_can_be_published_again():
     index, row, _ = cached_row(pages=6)
     other, lease = prefill(index, TOKENS[:14])
     index.memory.release([other])

@@ -10,7 +10,7 @@ from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.ledger import NO_ROW, exact_rows, extents_of, prove_extents
 from quire.kv.memory import KVMemory
 from quire.kv.page_map import CACHE, CACHED, EVICTED, FIRST_ROW, FREE, SHARED, read_pages
-from quire.kv.sharing import fork
+from quire.kv.sharing import fork, reference_pages, release_reference
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, kv_pages
 
@@ -41,24 +41,6 @@ def grown(memory, tokens, row=None):
     return row
 
 
-def reference_pages(memory, row, tokens):
-    """Reference the first pages of a row, as a prefix index does."""
-    key = next(memory.cached_reference_keys)
-    memory.cached_references[key] = {
-        name: table.pages[row, :, : tokens // PAGE_TOKENS].reshape(-1).copy()
-        for name, table in memory.tables.items()
-    }
-    for name, pages in memory.cached_references[key].items():
-        memory.pools[memory.tables[name].group.page_class].retain(pages)
-    memory.check()
-    return key
-
-
-def release_reference(memory, key):
-    for name, pages in memory.cached_references.pop(key).items():
-        memory.pools[memory.tables[name].group.page_class].release(pages)
-
-
 def parts(memory, *names):
     """The named attributes of all extents."""
     found = extents_of(memory)
@@ -66,7 +48,7 @@ def parts(memory, *names):
     return [tuple(getattr(extent, name) for name in names) for extent in found]
 
 
-def test_unshared_pages_are_counted_from_the_tables():
+def test_pages_are_counted_from_the_tables_and_split_among_their_sequences():
     memory = memory_of(PAIR, WINDOW)
     assert extents_of(memory) == []
     first, second = grown(memory, 9), grown(memory, 4)
@@ -77,9 +59,6 @@ def test_unshared_pages_are_counted_from_the_tables():
         (second, "pair", 2, 2 * 256, 1, 1),
         (second, "window", 1, 256, 1, 1),
     ]
-
-
-def test_shared_page_is_split_equally_among_its_sequences():
     memory = memory_of(PAIR)
     parent = grown(memory, 8)
     children = fork(memory, parent), fork(memory, parent)
@@ -92,44 +71,33 @@ def test_shared_page_is_split_equally_among_its_sequences():
     assert sum(num_bytes for *_, num_bytes in found) == 6 * 256
 
 
-def test_cached_pages_in_use_belong_to_the_sequence():
+def test_cached_pages_belong_to_their_sequence_or_else_to_the_prefix_cache():
     memory = memory_of(PAIR)
     row = grown(memory, 9)
-    reference_pages(memory, row, 4)
+    first = reference_pages(memory, row, 0, 4)
 
     assert parts(memory, "row", "group", "references", "sequences", "num_bytes") == [
         (row, "pair", 1, 1, 4 * 256),
         (row, "pair", 2, 1, 2 * 256),
     ]
-
-
-def test_cached_pages_without_a_sequence_belong_to_the_prefix_cache():
-    memory = memory_of(PAIR)
-    row = grown(memory, 9)
-    cached_references = reference_pages(memory, row, 4), reference_pages(memory, row, 8)
+    both = reference_pages(memory, row, 0, 8)
     memory.release([row])
+    memory.check()
 
     assert parts(memory, "row", "group", "references", "sequences", "pages", "num_bytes") == [
         (NO_ROW, "", 1, 0, 2, 2 * 256),  # the second page of each lane
         (NO_ROW, "", 2, 0, 2, 2 * 256),  # the first, in both references
     ]
-    for cached_reference in cached_references:
-        release_reference(memory, cached_reference)
+    release_reference(memory, both)
+    other = grown(memory, 4)
+    assert memory.pools[BODY].num_shared == 0
+    assert parts(memory, "row", "pages") == [(NO_ROW, 2), (other, 2)]
+    memory.release([other])
+    release_reference(memory, first)
     assert extents_of(memory) == []
 
 
-def test_unused_cached_pages_are_counted_without_sharing():
-    memory = memory_of(PAIR)
-    row = grown(memory, 4)
-    reference_pages(memory, row, 4)
-    memory.release([row])
-    other = grown(memory, 4)
-
-    assert memory.pools[BODY].num_shared == 0
-    assert parts(memory, "row", "pages") == [(NO_ROW, 2), (other, 2)]
-
-
-def test_row_with_an_evicted_token_is_not_exact():
+def test_rows_with_an_evicted_token_or_a_lossy_codec_are_not_exact():
     memory = memory_of(replace(LOOSE, page_class=page_class(positions=True)), WINDOW)
     whole, pruned = grown(memory, 12), grown(memory, 12)
     keep = np.ones((1, 12), dtype=bool)
@@ -140,36 +108,24 @@ def test_row_with_an_evicted_token_is_not_exact():
     assert exact_rows(memory)[[whole, pruned]].tolist() == [True, False]
     assert set(parts(memory, "row", "exact")) == {(whole, True), (pruned, False)}
 
-
-def test_row_with_freed_window_pages_is_exact():
     memory = memory_of(PAIR, WINDOW)
     row = grown(memory, 12)
     grown(memory, 12, row)
-
-    assert memory.tables["window"].num_slots[row] < 24
+    assert memory.tables["window"].num_slots[row] < 24  # freed pages of a window lose nothing
     assert exact_rows(memory)[row]
-
-
-def test_row_of_a_lossy_codec_is_not_exact():
     memory = memory_of(LOOSE)
     row = grown(memory, 5)
-
     assert parts(memory, "row", "codec", "exact") == [(row, "int8", False)]
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "name", "plain"),
-    [
+def test_codec_name_of_keys_and_values():
+    for key, value, name, plain in (
         ("bfloat16", "bfloat16", "bfloat16", True),
         ("float16", "int8", "float16/int8", False),
         ("int8", "float16", "int8/float16", False),
-    ],
-)
-def test_codec_name_of_keys_and_values(key, value, name, plain):
-    shape = page_class(key, value)
-
-    assert shape.codec_name == name
-    assert shape.is_plain == plain
+    ):
+        shape = page_class(key, value)
+        assert (shape.codec_name, shape.is_plain) == (name, plain)
 
 
 def plus(extent, num_bytes):
@@ -220,20 +176,14 @@ def marked(one, bit):
     return set(one.pages[one.state & bit > 0].tolist())
 
 
-def test_each_page_belongs_to_the_row_whose_table_names_it(memory):
-    rows = [grown(memory, 9), grown(memory, 5)]
-
+def test_each_page_belongs_to_the_row_whose_table_names_it_and_all_cover_the_arena(memory):
+    rows = [grown(memory, 20), grown(memory, 5), grown(memory, 33)]
     facts = read_pages(memory, rows)
-
     for index, row in enumerate(rows):
         full, coded = owned(facts, FIRST_ROW + index)
         assert full == held_pages(memory, row, "full")
         assert coded == held_pages(memory, row, "coded")
         assert len(full) == 2 * -(-int(memory.lengths[row]) // PAGE_TOKENS)
-
-
-def test_pages_in_address_order_cover_the_arena(memory):
-    rows = [grown(memory, 20), grown(memory, 5), grown(memory, 33)]
     memory.release([rows[1]])
 
     owner, state, kind = read_pages(memory, rows[:1] + rows[2:]).in_order()
@@ -250,7 +200,7 @@ def test_pages_in_address_order_cover_the_arena(memory):
 def test_pages_of_a_fork_are_shared_and_belong_to_the_first_row(memory, tokens):
     parent = grown(memory, tokens)
     child = fork(memory, parent)
-    memory.grow(np.array([child]), np.array([4], dtype=np.int32))
+    grown(memory, 4, child)
 
     facts = read_pages(memory, [parent, child])
 
@@ -263,8 +213,8 @@ def test_pages_of_a_fork_are_shared_and_belong_to_the_first_row(memory, tokens):
 
 def test_pages_of_the_prefix_cache_are_marked(memory):
     gone, stays = grown(memory, 8), grown(memory, 8)
-    reference_pages(memory, gone, PAGE_TOKENS)
-    reference_pages(memory, stays, PAGE_TOKENS)
+    reference_pages(memory, gone, 0, PAGE_TOKENS)
+    reference_pages(memory, stays, 0, PAGE_TOKENS)
     memory.release([gone])
 
     facts = read_pages(memory, [stays])
@@ -277,7 +227,7 @@ def test_pages_of_the_prefix_cache_are_marked(memory):
 
 def test_only_these_rows_hides_all_other_pages(memory):
     mine, other = grown(memory, 8), grown(memory, 40)
-    reference_pages(memory, mine, PAGE_TOKENS)
+    reference_pages(memory, mine, 0, PAGE_TOKENS)
     child = fork(memory, mine)  # of another tenant
 
     alone = read_pages(memory, [mine], only_these=True)

@@ -64,8 +64,17 @@ def test_slabs_are_allocated_when_full_and_freed_with_their_last_page():
     assert pool.held_slabs == frozenset()
     assert pool.free_bytes == 0
 
+    arena, pool = pool_of(3, 8)
+    pages = pool.allocate(12)
 
-def test_freed_slab_serves_another_page_class():
+    pool.release(pages[[1, 5, 9]])
+    pages_after = pool.allocate(7)
+
+    assert arena.num_free_slabs == 1
+    assert set(pages[[1, 5, 9]].tolist()) <= set(pages_after.tolist())
+
+
+def test_freed_slab_serves_another_page_class_and_failed_allocation_changes_nothing():
     arena, pool = pool_of(1, 8)
     wide = PagePool(arena, plain_class(head_dim=16))
     pages = pool.allocate(3)
@@ -76,8 +85,6 @@ def test_freed_slab_serves_another_page_class():
 
     assert len(wide.allocate(4)) == 4
 
-
-def test_failed_allocation_changes_nothing():
     arena, pool = pool_of(2, 8)
     pool.allocate(5)
     counts, free, slabs = pool.ref_counts.copy(), pool.free_bytes, arena.free_slabs
@@ -104,17 +111,6 @@ def test_duplicate_page_in_release_drops_two_references_and_one_too_many_is_dete
     pool.release(pages[:1])
     with pytest.raises(InvariantError):
         pool.check()
-
-
-def test_released_pages_are_allocated_before_a_new_slab():
-    arena, pool = pool_of(3, 8)
-    pages = pool.allocate(12)
-
-    pool.release(pages[[1, 5, 9]])
-    pages_after = pool.allocate(7)
-
-    assert arena.num_free_slabs == 1
-    assert set(pages[[1, 5, 9]].tolist()) <= set(pages_after.tolist())
 
 
 def test_cost_depends_on_slabs_not_on_pages():
@@ -171,16 +167,6 @@ def test_arena_below_one_slab_or_one_token_is_rejected_with_needed_and_given_byt
     assert KVMemory(CacheLayout((group,)), 384, 1).total_bytes == 384
 
 
-def test_check_detects_a_slab_freed_twice():
-    arena = Arena(1024, [128])
-    slab = arena.allocate_slab()
-    arena.free_slab(slab)
-    arena.free_slab(slab)
-
-    with pytest.raises(InvariantError, match="twice"):
-        arena.check()
-
-
 TOTAL = 64
 
 
@@ -230,7 +216,7 @@ def free_runs(owner):
     return runs
 
 
-def test_allocation_uses_the_lowest_sufficient_hole():
+def test_the_lowest_sufficient_hole_is_used_and_wrong_extents_are_rejected():
     space = ExtentMap(20)
     first, _, _ = (space.allocate(n, 1) for n in (4, 2, 8))
     space.release(first)
@@ -238,8 +224,6 @@ def test_allocation_uses_the_lowest_sufficient_hole():
     assert space.allocate(3, 1) == (Extent(0, 3),)
     assert space.allocate(3, 1) == (Extent(14, 3),)
 
-
-def test_a_missing_byte_is_detected_and_release_of_free_bytes_is_rejected():
     space = ExtentMap(20)
     extents = space.allocate(2, 5)
     with pytest.raises(InvariantError, match="expected an extent at byte 0"):
@@ -279,7 +263,7 @@ def take(member, slabs):
     return [member.allocate_slab() for _ in range(slabs)]
 
 
-def test_member_can_use_free_slabs_above_its_guarantee():
+def test_member_can_use_free_slabs_above_its_guarantee_up_to_its_burst():
     arena, (a, b) = arena_of(16, a=8, b=4)
     assert a.num_free_slabs == 16
     take(a, 16)
@@ -292,6 +276,14 @@ def test_member_can_use_free_slabs_above_its_guarantee():
     assert b.num_free_slabs == 14  # of 15 free slabs, an eighth of a's guarantee is reserved
     assert a.num_free_slabs == 15
 
+    arena = SharedArena(16 * SLAB, SLAB)
+    member = arena.join("a", 4 * SLAB, 2 * SLAB + 1, [64])
+
+    assert member.num_free_slabs == 6
+    take(member, 6)
+    assert member.num_free_slabs == 0
+    assert member.total_bytes == 6 * SLAB
+
 
 def test_guarantee_is_reclaimed_from_the_member_furthest_above_its_own():
     arena, (a, b, c) = arena_of(16, preemptible="ab", a=4, b=4, c=4)
@@ -303,16 +295,6 @@ def test_guarantee_is_reclaimed_from_the_member_furthest_above_its_own():
     assert (len(a.held), len(b.held), len(c.held)) == (6, 6, 4)
     assert c.num_free_slabs == 0  # all other slabs belong to others
     arena.check()
-
-
-def test_burst_limits_slabs_above_the_guarantee():
-    arena = SharedArena(16 * SLAB, SLAB)
-    member = arena.join("a", 4 * SLAB, 2 * SLAB + 1, [64])
-
-    assert member.num_free_slabs == 6
-    take(member, 6)
-    assert member.num_free_slabs == 0
-    assert member.total_bytes == 6 * SLAB
 
 
 def test_guarantees_above_the_arena_size_or_that_cannot_be_reclaimed_are_rejected():
@@ -351,7 +333,7 @@ def test_slab_is_a_64th_of_the_arena_or_2_mib():
         SharedArena(6400, 100)
 
 
-def test_check_detects_a_missing_slab_and_a_slab_held_twice():
+def test_check_detects_a_missing_slab_and_slabs_held_or_freed_twice():
     arena, (a, b) = arena_of(4, a=2, b=2)
     take(a, 2)
     a.check()
@@ -363,6 +345,14 @@ def test_check_detects_a_missing_slab_and_a_slab_held_twice():
     arena.free.pop()
     with pytest.raises(InvariantError, match="is missing"):
         a.check()
+
+    arena = Arena(1024, [128])
+    slab = arena.allocate_slab()
+    arena.free_slab(slab)
+    arena.free_slab(slab)
+
+    with pytest.raises(InvariantError, match="twice"):
+        arena.check()
 
 
 class SharedArenaMachine(RuleBasedStateMachine):

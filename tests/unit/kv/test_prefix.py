@@ -21,7 +21,7 @@ def close(index, row, lease):
     index.memory.release([row])
 
 
-def test_requests_of_one_step_share_blocks_before_the_step_runs():
+def test_requests_of_one_step_share_blocks_and_publish_equal_prompts_once():
     index = PrefixIndex(one_group())
     memory = index.memory
     lease = index.match(DEFAULT_IDENTITY, TOKENS)
@@ -35,6 +35,23 @@ def test_requests_of_one_step_share_blocks_before_the_step_runs():
     assert index.is_pending(other)
     index.confirm()
     assert not index.is_pending(other)
+
+    # Neither matches a prefix; the pages of the second stay private.
+    index = PrefixIndex(one_group())
+    memory = index.memory
+    leases = [index.match(DEFAULT_IDENTITY, TOKENS) for _ in range(2)]
+    rows = [memory.start(), memory.start()]
+    for row, lease in zip(rows, leases, strict=True):
+        grow(memory, row, 9)
+        index.publish(lease, row, TOKENS[:9])
+
+    assert len(index) == 2
+    assert leases[0].nodes == leases[1].nodes
+    assert [node.num_users for node in leases[0].nodes] == [2, 2]
+    for row, lease in zip(rows, leases, strict=True):
+        close(index, row, lease)
+    assert index.num_idle == 2
+    memory.check()
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -59,49 +76,21 @@ def test_blocks_dropped_before_they_were_written_are_not_stored(fails):
     index.memory.check()
 
 
-def test_equal_prompts_of_one_step_are_published_once():
-    """Neither matches a prefix; the pages of the second stay private."""
-    index = PrefixIndex(one_group())
-    memory = index.memory
-    leases = [index.match(DEFAULT_IDENTITY, TOKENS) for _ in range(2)]
-    rows = [memory.start(), memory.start()]
-    for row, lease in zip(rows, leases, strict=True):
-        grow(memory, row, 9)
-        index.publish(lease, row, TOKENS[:9])
-
-    assert len(index) == 2
-    assert leases[0].nodes == leases[1].nodes
-    assert [node.num_users for node in leases[0].nodes] == [2, 2]
-    for row, lease in zip(rows, leases, strict=True):
-        close(index, row, lease)
-    assert index.num_idle == 2
-    memory.check()
-
-
 def identity(tenant, public_tokens=0, salt=""):
     return PrefixIdentity(root_key("a model"), private_salt(b"secret", tenant, salt), public_tokens)
 
 
-@pytest.mark.parametrize(
-    "other", [identity("b"), identity("a", salt="x"), PrefixIdentity(root_key("another"))]
-)
-def test_prefix_of_another_tenant_salt_or_model_does_not_match(other):
-    index = PrefixIndex(one_group())
-    prefill(index, TOKENS, identity("a"))
-
-    assert index.match(other, TOKENS).tokens == 0
-    assert index.match(identity("a"), TOKENS).tokens == 16
-
-
-@pytest.mark.parametrize(
-    ("published", "tenant", "public_tokens", "found"),
-    [(10, "b", 10, 8), (8, "a", 0, 0)],  # whole pages of the public part; none of a private prefix
-)
-def test_only_the_public_part_is_shared(published, tenant, public_tokens, found):
-    index = PrefixIndex(one_group())
-    prefill(index, TOKENS, identity("a", public_tokens=published))
-
-    assert index.match(identity(tenant, public_tokens=public_tokens), TOKENS).tokens == found
+def test_only_the_public_part_matches_for_another_tenant_salt_or_model():
+    own = identity("a")
+    others = [identity("b"), identity("a", salt="x"), PrefixIdentity(root_key("another"))]
+    cases = [(own, other, 0) for other in others] + [(own, own, 16)]
+    # whole pages of the public part; none of a private prefix
+    cases.append((identity("a", public_tokens=10), identity("b", public_tokens=10), 8))
+    cases.append((identity("a", public_tokens=8), own, 0))
+    for publisher, asking, found in cases:
+        index = PrefixIndex(one_group())
+        prefill(index, TOKENS, publisher)
+        assert index.match(asking, TOKENS).tokens == found, (publisher, asking)
 
 
 def test_blocks_with_colliding_keys_are_distinguished_by_tokens(monkeypatch):
@@ -132,8 +121,11 @@ def test_idle_blocks_are_not_counted_in_the_peak():
     assert memory.used_bytes - memory.listeners.idle_bytes() == 0
 
 
-def test_window_lane_starts_with_the_pages_its_window_needs():
-    """A match of 16: the next query sees positions 11 to 16; the pages at 0 and 4 are freed."""
+def test_window_lane_starts_with_the_pages_its_window_needs_and_a_chunk_lane_with_none():
+    """A match of 16: the next query sees positions 11 to 16; the pages at 0 and 4 are freed.
+
+    With chunks of 8 tokens the next query begins one.
+    """
     index = PrefixIndex(with_groups(FULL, WINDOW))
     prefill(index, TOKENS)
 
@@ -146,9 +138,6 @@ def test_window_lane_starts_with_the_pages_its_window_needs():
     assert window.slot_positions(row, 0).tolist() == list(range(8, 17))
     index.memory.check()
 
-
-def test_a_match_that_ends_with_a_chunk_needs_none_of_its_pages():
-    """A match of 16: the next query begins a chunk of 8 tokens."""
     memory = with_groups(FULL, CHUNK)
     index = PrefixIndex(memory)
     lease, row = index.match(DEFAULT_IDENTITY, TOKENS), memory.start()
@@ -209,8 +198,11 @@ def index_with_an_old_chain(total_bytes, tokens):
     return index, memory
 
 
-def test_idle_blocks_are_evicted_for_a_snapshot():
-    """Two pages of 256 B are needed and 384 B are free: the old chain's 128 B pages are evicted."""
+def test_idle_blocks_are_evicted_for_a_snapshot_that_then_fits_only():
+    """Two pages of 256 B are needed and 384 B are free: the old chain's 128 B pages are evicted.
+
+    Then 384 B are free and 128 B belong to an old chain: less than the copies need.
+    """
     index, memory = index_with_an_old_chain(6 * 256, 13)
     row, lease = prefill(index, TOKENS[:8])
     assert (memory.free_bytes, index.idle_bytes) == (384, 3 * 128)
@@ -221,9 +213,6 @@ def test_idle_blocks_are_evicted_for_a_snapshot():
     assert index.match(DEFAULT_IDENTITY, [9] * 13).tokens < 12
     memory.check()
 
-
-def test_snapshot_that_cannot_fit_evicts_no_block():
-    """384 B are free and 128 B belong to an old chain: less than the copies need."""
     index, memory = index_with_an_old_chain(7 * 256, 5)
     row, lease = prefill(index, TOKENS[:12])
     copies_bytes = 3 * 256

@@ -68,7 +68,7 @@ def test_growth_without_pages_for_copy_on_write_says_what_is_missing():
         grow(memory, child, 3)
 
 
-def test_cached_reference_is_released_once_and_not_used_after():
+def test_references_and_rows_are_released_once_and_unaccounted_ones_detected():
     memory = one_group()
     row = started(memory, 8)
     cached_reference = reference_pages(memory, row, 0, 4)
@@ -82,8 +82,6 @@ def test_cached_reference_is_released_once_and_not_used_after():
         start_from_references(memory, [cached_reference])
     memory.check()
 
-
-def test_row_is_released_once_and_an_unaccounted_reference_is_detected():
     memory = one_group()
     assert started(memory, 8) == 0
     for rows in ([0, 0], [1]):
@@ -201,17 +199,6 @@ def test_lanes_with_evicted_pages_cannot_be_split():
         assert memory.live_rows.tolist() == [row]
 
 
-def test_swap_out_of_duplicate_rows_is_rejected_without_changes():
-    memory, pool = one_group(), HostPool(1024)
-    row = started(memory, 4)
-
-    with pytest.raises(InvariantError, match="distinct rows in use"):
-        swap_out(memory, [row, row], pool)
-
-    assert pool.used_bytes == 0
-    assert keys(memory, row) == list(range(4))
-
-
 @pytest.mark.parametrize("both", [False, True])
 def test_repack_moves_private_pages_and_those_shared_by_its_rows_only(both):
     memory = one_group(total_bytes=32 * 128)
@@ -253,7 +240,7 @@ def test_pages_that_fill_slabs_of_different_sizes_are_not_repacked():
     memory.check()
 
 
-def test_row_uses_all_statistics_by_default_and_no_unknown_ones():
+def test_row_uses_all_statistics_by_default_and_its_bytes_only_its_own():
     memory = with_groups(*GROUPS)
     assert memory.statistics_of(memory.start()) == NAMES
     with pytest.raises(ConfigError, match=r"of \['kv.ring', 'kv.sums'\], got \['kv'\]"):
@@ -262,8 +249,6 @@ def test_row_uses_all_statistics_by_default_and_no_unknown_ones():
     assert memory.num_free_rows == 3
     assert reference_statistics(memory, row_of(memory, 8, ())) is None
 
-
-def test_bytes_of_a_row_include_only_its_own_statistics():
     memory = with_groups(*GROUPS)
     kv_bytes = 2 * (2 * TWO_LAYERS.page_class.page_bytes + WINDOW.page_class.page_bytes)
     sums_bytes, ring_bytes = 4 * TWO_SUMS.page_class.page_bytes, 4 * RING.page_class.page_bytes
@@ -275,25 +260,12 @@ def test_bytes_of_a_row_include_only_its_own_statistics():
     prove_extents(memory, extents_of(memory))
 
 
-def test_statistics_of_another_length_than_the_prefix_are_rejected():
-    memory = with_groups(*GROUPS[:3])
-    row = row_of(memory, 8)
-    cached_reference = reference_pages(memory, row, 0, 4)
-    statistics = reference_statistics(memory, row)
-
-    with pytest.raises(InvariantError, match="statistics at 8 for a prefix of 4"):
-        start_from_references(memory, [cached_reference], statistics)
-
-    assert memory.live_rows.tolist() == [row]
-    memory.check()
-
-
 def ordered_memory():
     kv = LaneGroup(name="kv", page_class=plain_class(), layers=(0, 1))
     return with_groups(kv, TWO_SUMS, RING)
 
 
-def test_statistics_of_the_whole_row_replace_those_of_the_head():
+def test_statistics_of_the_whole_row_replace_those_of_a_head_that_has_them():
     memory = ordered_memory()
     row = row_of(memory, 10)
     assert split_border(memory, row) == 4
@@ -309,8 +281,6 @@ def test_statistics_of_the_whole_row_replace_those_of_the_head():
     assert keys(memory, row) == expected(10)
     memory.check()
 
-
-def test_tail_is_not_appended_to_a_head_with_other_statistics():
     memory = ordered_memory()
     swapped = swap_out(memory, [row_of(memory, 10, ())], keep_from=4)
     row = row_of(memory, 4)
@@ -369,7 +339,7 @@ def test_only_whole_pages_that_hold_every_token_of_the_sequence_can_be_reference
             reference_pages(memory, 0, 0, 4)
 
 
-def test_fork_without_pages_for_its_statistics_changes_nothing():
+def test_forks_and_prefixes_without_fitting_statistics_change_nothing():
     memory = with_groups(KV, SUMS, total_bytes=4 * 1024)
     row = started(memory, 40)  # 10 pages of 128 B, 5 of 512 B
     assert memory.arena.num_free_slabs * memory.arena.slab_bytes < 5 * 512
@@ -380,8 +350,19 @@ def test_fork_without_pages_for_its_statistics_changes_nothing():
     assert memory.live_rows.tolist() == [row]
     memory.check()
 
+    memory = with_groups(*GROUPS[:3])
+    row = row_of(memory, 8)
+    cached_reference = reference_pages(memory, row, 0, 4)
+    statistics = reference_statistics(memory, row)
 
-def test_swap_in_without_free_pages_or_a_free_row_changes_nothing():
+    with pytest.raises(InvariantError, match="statistics at 8 for a prefix of 4"):
+        start_from_references(memory, [cached_reference], statistics)
+
+    assert memory.live_rows.tolist() == [row]
+    memory.check()
+
+
+def test_swaps_without_free_pages_or_rows_or_of_duplicate_rows_change_nothing():
     memory = one_group(total_bytes=4 * 128)
     swapped = swap_out(memory, [started(memory, 10)])
     blocker = started(memory, 8)
@@ -402,8 +383,17 @@ def test_swap_in_without_free_pages_or_a_free_row_changes_nothing():
 
     assert used_pages(memory) == 1
 
+    memory, pool = one_group(), HostPool(1024)
+    row = started(memory, 4)
 
-def test_shared_pages_are_swapped_once_and_shared_again():
+    with pytest.raises(InvariantError, match="distinct rows in use"):
+        swap_out(memory, [row, row], pool)
+
+    assert pool.used_bytes == 0
+    assert keys(memory, row) == list(range(4))
+
+
+def test_shared_pages_are_swapped_once_and_stay_for_other_rows():
     """10 tokens are 3 pages; two forks each copy the last page: 2 shared and 3 private pages."""
     memory = one_group()
     row = started(memory, 10)
@@ -423,8 +413,6 @@ def test_shared_pages_are_swapped_once_and_shared_again():
     grow(memory, family[1], 5)  # the memory still copies a shared page before it is written
     memory.check()
 
-
-def test_swap_out_keeps_shared_pages_for_other_rows():
     memory = one_group()
     row = started(memory, 10)
     child = fork(memory, row)

@@ -159,27 +159,6 @@ def test_sums_of_a_bfloat16_model_do_not_saturate(name):
         torch.testing.assert_close(numbers[:, 0], torch.full((4,), float(tokens)))
 
 
-def test_scratch_of_recomputed_weights_is_bounded(monkeypatch):
-    """Blocks of 100 elements: one or two queries each, and equal statistics."""
-    monkeypatch.setattr(statistics_module, "BLOCK_NUMBERS", 100)
-    largest, weights_dense = [], statistics_module.weights_dense
-
-    def recorded(*arguments, **options):
-        weights = weights_dense(*arguments, **options)
-        largest.append(weights.numel())
-        return weights
-
-    monkeypatch.setattr(statistics_module, "weights_dense", recorded)
-    kv = make_kv(SLOT_STATISTICS)
-    row = start(kv, SLOT_STATISTICS)
-    run(kv, row, Sequence(TOKENS))
-
-    assert max(largest) <= 100
-    for statistic, numbers in EXPECTED["plain"].items():
-        found = statistics_of(kv, row)[statistic].double()
-        torch.testing.assert_close(found, numbers, atol=1e-5, rtol=1e-5)
-
-
 any_chunks = pytest.mark.parametrize(
     ("chunks", "heads_apart"), [("whole", False), ("chunks", True), ("tokens", False)]
 )
@@ -194,7 +173,9 @@ def of_queries(chunks, heads_apart=False):
 
 
 @any_chunks
-def test_query_ring_holds_the_newest_queries_at_position_modulo_window(chunks, heads_apart):
+def test_rings_hold_the_newest_queries_and_moments_are_those_of_all_pre_rope_queries(
+    chunks, heads_apart
+):
     kv, sequence, statistics = of_queries(chunks, heads_apart)
     found, window = statistics["query_ring.6"], 6
 
@@ -208,12 +189,7 @@ def test_query_ring_holds_the_newest_queries_at_position_modulo_window(chunks, h
     marks = statistics_of(kv, other)["query_ring.6"][:, :, -1]
     assert marks.tolist() == [[1, 2, 3, 4, 0, 0]] * 4  # unused records have zero
 
-
-@any_chunks
-def test_query_moments_are_those_of_all_pre_rope_queries(chunks, heads_apart):
-    _, sequence, statistics = of_queries(chunks, heads_apart)
     found, skip = statistics["query_moments.3"][:, 0].reshape(4, GROUP, -1), 3
-
     queries = sequence.raw[list(FULL_LAYERS), skip:].double()
     queries = queries.reshape(2, TOKENS - skip, NUM_KV_HEADS, GROUP, HEAD_DIM)
     sums = queries.sum(1).reshape(4, GROUP, -1)
@@ -341,13 +317,32 @@ def test_attention_output_is_equal_with_and_without_statistics(name):
         assert torch.equal(plain, with_statistics)
 
 
-def test_scratch_of_column_sums_is_reported():
+def test_scratch_of_column_sums_is_reported_and_of_recomputed_weights_bounded(monkeypatch):
     """Eight heads of 16 slots (13, rounded up to a cache line) for one row: 6 * 16 * 4 bytes."""
     kv = make_kv(SLOT_STATISTICS)
     assert kv.peak_scratch_bytes == 0
     step(kv, {start(kv, SLOT_STATISTICS): (Sequence(TOKENS), 0, 13)})
 
     assert kv.peak_scratch_bytes == NUM_HEADS * 16 * 4
+
+    # Blocks of 100 elements: one or two queries each, and equal statistics.
+    monkeypatch.setattr(statistics_module, "BLOCK_NUMBERS", 100)
+    largest, weights_dense = [], statistics_module.weights_dense
+
+    def recorded(*arguments, **options):
+        weights = weights_dense(*arguments, **options)
+        largest.append(weights.numel())
+        return weights
+
+    monkeypatch.setattr(statistics_module, "weights_dense", recorded)
+    kv = make_kv(SLOT_STATISTICS)
+    row = start(kv, SLOT_STATISTICS)
+    run(kv, row, Sequence(TOKENS))
+
+    assert max(largest) <= 100
+    for statistic, numbers in EXPECTED["plain"].items():
+        found = statistics_of(kv, row)[statistic].double()
+        torch.testing.assert_close(found, numbers, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gathered", "auto"])
@@ -481,7 +476,7 @@ def test_unsort_maps_a_mask_back_to_slots(heads_apart, seed):
         assert after[lane][after[lane] >= 0].tolist() == [p for p in positions if p % 2 == 0]
 
 
-def test_reader_of_one_layer_equals_its_part_of_all_layers():
+def test_reader_of_one_layer_is_a_part_of_all_layers_and_masks_of_one_page_are_equal():
     kv, _, row, _ = evicted_row(heads_apart=True, seed=1)
     whole = LaneReader(kv, "full", row)
     for layer in range(2):
@@ -497,8 +492,6 @@ def test_reader_of_one_layer_equals_its_part_of_all_layers():
         mask = part.positions >= 0
         assert part.unsort(mask).sum(axis=1).tolist() == mask.sum(dim=1).tolist()
 
-
-def test_different_masks_of_heads_in_one_page_are_rejected():
     kv, _, row, _ = evicted_row(heads_apart=False, seed=0)
     empty = LaneReader(kv, "full", start(kv, STATISTICS))
     assert (empty.positions.shape, empty.keys().shape) == ((4, 0), (4, 0, HEAD_DIM))

@@ -40,15 +40,11 @@ def test_variant_follows_from_the_length_if_a_model_has_several(decoder) -> None
 
 
 @pytest.mark.parametrize("chunk_tokens", [[7, 1, 64], [64]])
-def test_each_variant_gives_transformers_logits(decoder, chunk_tokens):
+def test_each_variant_gives_transformers_logits_for_all_positions(decoder, chunk_tokens):
     short, long = sequences(SHORT, 2 * SHORT, vocab_size=zoo.VOCAB_SIZE)
     for prompt, variant in ((short, 0), (long, 1), (short, 0)):
         (actual,) = flat_logits(decoder, [prompt], chunk_tokens=chunk_tokens, rope_variant=variant)
         torch.testing.assert_close(actual, plain(prompt), atol=1e-4, rtol=0)
-
-
-def test_variant_is_independent_of_the_positions_in_the_batch(decoder: TransformersDecoder) -> None:
-    (long,) = sequences(2 * SHORT, vocab_size=zoo.VOCAB_SIZE)
 
     (as_short,) = flat_logits(decoder, [long], chunk_tokens=[64], rope_variant=0)
     (as_long,) = flat_logits(decoder, [long[:SHORT]], chunk_tokens=[64], rope_variant=1)

@@ -55,7 +55,7 @@ def tier(request, tmp_path):
     opened.close()
 
 
-def test_written_bytes_are_read_whole_and_in_ranges(tier):
+def test_written_bytes_and_tensors_are_read_whole_and_in_ranges(tier):
     assert isinstance(tier, Tier)
     assert (tier.total_bytes, tier.used_bytes, tier.stored()) == (8 * MIB, 0, {})
     data = data_of(2 * MIB + 12_345)
@@ -71,8 +71,6 @@ def test_written_bytes_are_read_whole_and_in_ranges(tier):
     assert stored["a/0"].facts == {"tokens": 7, "codec": "int8"}
     assert set(stored) == {"a/0", "a/1"} == tier.names()
 
-
-def test_tensors_are_written_and_read_as_bytes(tier):
     tensor = torch.randn(300, 70)
     tier.write("x", memoryview(tensor.numpy()))
     restored = torch.empty_like(tensor)

@@ -61,7 +61,7 @@ def test_requests_are_spread_and_no_replicas_or_empty_blocks_refused(name):
         make_router(RouterConfig(name=name), block_tokens=0)
 
 
-def test_a_loaded_replica_is_avoided_until_its_next_report():
+def test_a_loaded_replica_is_avoided_but_lost_ones_and_refusals_leave_no_load():
     choice = choice_of()
     busy = {"queued_prompt_tokens": 9000, "queued_requests": 9, REPORT: 1, RECEIVED: 9}
     idle = {REPORT: 1, RECEIVED: 0}
@@ -71,6 +71,27 @@ def test_a_loaded_replica_is_avoided_until_its_next_report():
     free_now = {REPORT: 2, RECEIVED: 9}
     found = choice.rank("b", request(5000), reports("r1", "r2", r1=free_now, r2=busy_now))
     assert found[0] == "r1"
+
+    choice, present = choice_of(), reports("r1", "r2")
+    own = choice.rank("a", request(), present)[0]
+
+    choice.lost([own])
+    choice.ended("a", own)
+
+    left = [name for name in present if name != own]
+    assert choice.num_open == 0
+    assert choice.rank("b", request(), reports(*left)) == left
+
+    # reports of a replica never include requests that it did not accept
+    choice = choice_of("least_loaded")
+    for n in range(40):
+        choice.rank(f"refused{n}", request(), reports("r1", r1={REPORT: 1, RECEIVED: 0}))
+        choice.ended(f"refused{n}")
+
+    now = {REPORT: 2, RECEIVED: 1, "running_requests": 1}
+    present = reports("r1", "r2", r1={REPORT: 2, RECEIVED: 0}, r2=now)
+
+    assert choice.rank("a", request(), present)[0] == "r1"
 
 
 def test_loads_are_counted_between_reports_and_moved_by_repeated_rankings():
@@ -94,29 +115,6 @@ def test_loads_are_counted_between_reports_and_moved_by_repeated_rankings():
 
     assert found == ["r1", "r2", "r1", "r2"]
     assert choice.num_open == 1
-
-
-def test_lost_replicas_and_refused_requests_leave_no_load():
-    choice, present = choice_of(), reports("r1", "r2")
-    own = choice.rank("a", request(), present)[0]
-
-    choice.lost([own])
-    choice.ended("a", own)
-
-    left = [name for name in present if name != own]
-    assert choice.num_open == 0
-    assert choice.rank("b", request(), reports(*left)) == left
-
-    # reports of a replica never include requests that it did not accept
-    choice = choice_of("least_loaded")
-    for n in range(40):
-        choice.rank(f"refused{n}", request(), reports("r1", r1={REPORT: 1, RECEIVED: 0}))
-        choice.ended(f"refused{n}")
-
-    now = {REPORT: 2, RECEIVED: 1, "running_requests": 1}
-    present = reports("r1", "r2", r1={REPORT: 2, RECEIVED: 0}, r2=now)
-
-    assert choice.rank("a", request(), present)[0] == "r1"
 
 
 calls = st.sampled_from(["rank", "accepted", "ended", "lost", "report"])
@@ -285,7 +283,7 @@ def test_round_robin_takes_turns_and_least_loaded_counts_requests_then_tokens_th
     assert router.choose(asking(), [idle("a", active_kv_bytes=10), idle("b")]) == "b"
 
 
-def test_requests_go_to_cached_prefixes_and_kv_counts_by_its_share():
+def test_requests_go_to_prefixes_that_sends_events_and_losses_say_are_cached():
     router = kv_aware()
     router.note_sent(asking((1, 2)), "a")
     router.note_sent(asking((1, 2, 3)), "b")
@@ -297,6 +295,19 @@ def test_requests_go_to_cached_prefixes_and_kv_counts_by_its_share():
     replicas = [idle("a", active_kv_bytes=500), idle("b", queued_prompt_tokens=60)]
     assert kv_aware(kv_weight=100).choose(asking(), replicas) == "a"
     assert kv_aware(kv_weight=140).choose(asking(), replicas) == "b"
+
+    router = kv_aware()
+    router.note_sent(asking((1, 2, 3, 4)), "a")
+    router.note_lost("a")
+    router.note_finished(asking((1, 2, 3, 4)), "a")
+
+    assert router.uncached_tokens(asking((1, 2, 3, 4)), "a") == 100
+    router = kv_aware()
+    router.note_block_events("a", [{"type": "BlockStored", "block_hashes": [1, 2, 3]}])
+    assert router.uncached_tokens(asking((1, 2, 3)), "a") == 100 - 3 * BLOCK
+
+    router.note_block_events("a", [{"type": "BlockRemoved", "block_hashes": [3]}])
+    assert router.uncached_tokens(asking((1, 2, 3)), "a") == 100 - 2 * BLOCK
 
 
 @given(queued=st.integers(0, 200), weight=st.sampled_from([0.5, 1.0, 3.0]))
@@ -318,21 +329,6 @@ def test_session_stays_on_its_replica_within_the_imbalance(extra):
     chosen = router.choose(asking(session="x"), [idle("a"), idle("b", queued_prompt_tokens=extra)])
 
     assert chosen == ("b" if extra <= 300 else "a")
-
-
-def test_events_and_losses_say_which_blocks_are_cached():
-    router = kv_aware()
-    router.note_sent(asking((1, 2, 3, 4)), "a")
-    router.note_lost("a")
-    router.note_finished(asking((1, 2, 3, 4)), "a")
-
-    assert router.uncached_tokens(asking((1, 2, 3, 4)), "a") == 100
-    router = kv_aware()
-    router.note_block_events("a", [{"type": "BlockStored", "block_hashes": [1, 2, 3]}])
-    assert router.uncached_tokens(asking((1, 2, 3)), "a") == 100 - 3 * BLOCK
-
-    router.note_block_events("a", [{"type": "BlockRemoved", "block_hashes": [3]}])
-    assert router.uncached_tokens(asking((1, 2, 3)), "a") == 100 - 2 * BLOCK
 
 
 def test_backlog_of_a_flooding_tenant_does_not_drive_others_from_their_prefix():

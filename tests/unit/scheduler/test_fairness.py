@@ -53,7 +53,7 @@ class Service:
         return next(row for row in report if row.tenant == tenant)
 
 
-def test_recomputed_output_tokens_are_charged_once():
+def test_recomputed_and_cached_tokens_are_charged_once():
     service = Service(tenants="a;b")
     request = service.submit(tenant="a")
     for _ in range(4):
@@ -68,6 +68,19 @@ def test_recomputed_output_tokens_are_charged_once():
     assert request.progress.num_computed == 6 + 4
     assert before.prompt_tokens == after.prompt_tokens == 6
     assert service.scheduler.waiting.virtual_time("a") == paid + 1
+
+    service = Service(prefix=True, tenants="a;b")
+    service.submit(tenant="a")
+    service.step()
+    second = service.submit(tenant="a")
+    service.step()
+    assert second.progress.cached_tokens == 4
+
+    assert service.scheduler.preempt_one()
+    service.step()
+
+    assert second.progress.num_admissions == 2
+    assert service.tenant_report("a").cached_tokens == 4
 
 
 @pytest.mark.parametrize("chunk_tokens", [10, 20])
@@ -90,22 +103,17 @@ def test_scoring_pass_is_charged_and_counts_in_the_step(chunk_tokens):
     assert paid["a"] / paid["b"] == (20 + computed) / plan.tokens[1]
 
 
-def test_cached_prompt_tokens_count_once_after_a_preemption():
-    service = Service(prefix=True, tenants="a;b")
-    service.submit(tenant="a")
-    service.step()
-    second = service.submit(tenant="a")
-    service.step()
-    assert second.progress.cached_tokens == 4
+def test_waiting_request_is_hashed_once_unless_its_prefix_becomes_public(monkeypatch):
+    service = Service(prefix=True)
+    request = service.submit(prompt_tokens=20, tenant="mine")
+    sequence_memory = service.sequence_memory
+    sequence_memory.release(sequence_memory.look_up(request))
+    before = request.memory.chain
+    sequence_memory.identities.register_public(list(range(10)))
+    sequence_memory.release(sequence_memory.look_up(request))
+    assert request.memory.chain is not before
+    assert request.memory.chain.identity.public_tokens == 10
 
-    assert service.scheduler.preempt_one()
-    service.step()
-
-    assert second.progress.num_admissions == 2
-    assert service.tenant_report("a").cached_tokens == 4
-
-
-def test_waiting_request_is_hashed_once_over_repeated_lookups(monkeypatch):
     hashes = Mock(wraps=hashlib.blake2b)
     service = Service(prefix=True)
     first = service.submit(prompt_tokens=60)
@@ -124,18 +132,6 @@ def test_waiting_request_is_hashed_once_over_repeated_lookups(monkeypatch):
     assert first.progress.cached_tokens == 0
     assert waiting.progress.cached_tokens == 60
     assert waiting.memory.chain is None  # released after admission
-
-
-def test_prompt_is_hashed_again_after_its_prefix_became_public():
-    service = Service(prefix=True)
-    request = service.submit(prompt_tokens=20, tenant="mine")
-    sequence_memory = service.sequence_memory
-    sequence_memory.release(sequence_memory.look_up(request))
-    before = request.memory.chain
-    sequence_memory.identities.register_public(list(range(10)))
-    sequence_memory.release(sequence_memory.look_up(request))
-    assert request.memory.chain is not before
-    assert request.memory.chain.identity.public_tokens == 10
 
 
 def test_accounts_of_many_client_chosen_tenants_are_bounded(monkeypatch):

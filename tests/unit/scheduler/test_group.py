@@ -184,14 +184,11 @@ def test_branch_keeps_the_row_of_the_first_child_forks_the_next_and_frees_the_re
     memory.check()
 
 
-@pytest.mark.parametrize("option", ["max_num_seqs", "max_num_batched_tokens"])
-def test_more_beams_than_fit_in_one_step_are_rejected(option):
-    group = make_group([[]], atomic=True, spare=2)
-    with pytest.raises(RequestError, match=f"expected at most {option}=2 beams, got 3"):
-        refuse_beams(group.members[0], ScheduleConfig(**{option: 2}))
-
-
-def test_dissolved_parallel_samples_run_separately_and_beams_together():
+def test_dissolved_parallel_samples_run_separately_and_beams_that_fit_together():
+    too_many = make_group([[]], atomic=True, spare=2).members[0]
+    for option in ("max_num_seqs", "max_num_batched_tokens"):
+        with pytest.raises(RequestError, match=f"expected at most {option}=2 beams, got 3"):
+            refuse_beams(too_many, ScheduleConfig(**{option: 2}))
     group, beams = make_group([[], []]), make_group([[]], atomic=True, spare=1)
     refuse_beams(group.members[0], ScheduleConfig(max_num_batched_tokens=1, max_num_seqs=1))
     alone = dissolve(group.members[0])

@@ -69,7 +69,7 @@ def requested(tenant):
     return make_request("r", [1], SamplingParams(), tenant=tenant)
 
 
-def test_served_tokens_count_while_tenants_are_backlogged_for_long():
+def test_served_tokens_count_while_tenants_are_backlogged_for_long_and_by_weight():
     served = ServedTokens(("a", "b"))
     served.arrived("a")
     assert not served.all_backlogged
@@ -96,8 +96,6 @@ def test_served_tokens_count_while_tenants_are_backlogged_for_long():
     assert served.tokens == {"flood": 5_100, "small": 0}
     assert jain_index(served.by_weight) is None
 
-
-def test_long_backlog_of_all_tenants_is_compared_by_weight():
     served = ServedTokens(("a", "b"))
     both = [requested(tenant) for tenant in "ab"]
     for tenant in "ab" * 11:
@@ -205,25 +203,22 @@ def test_compressed_trace_is_decompressed(write, tmp_path):
         load_trace(tmp_path / "none.csv")
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_format_is_detected_and_byte_order_mark_and_empty_lines_are_ignored(write, name):
+@pytest.mark.parametrize(
+    ("name", "expected", "times"),
+    [
+        ("azure", [(374, 44), (396, 109), (879, 55)], [0.0, 4.314579, 4.541877]),
+        ("mooncake", [(1100, 5), (1030, 7), (512, 1)], [0.0, 1.5, 3.0]),  # milliseconds
+        ("vidur", [(3772, 54), (2015, 156)], [0.0, 0.0]),
+        ("sharegpt", [(10, 2), (13, 2), (1, 1)], [0.0, 0.0, 0.0]),
+    ],
+)
+def test_format_is_detected_and_byte_order_mark_and_empty_lines_ignored(
+    write, name, expected, times
+):
     loaded = load_trace(write(EXAMPLES[name]))
     marked = b"\xef\xbb\xbf" + EXAMPLES[name].encode() + b"\n\n"
     assert loaded.format == name
     assert load_trace(write(marked)).requests == loaded.requests
-
-
-@pytest.mark.parametrize(
-    ("text", "expected", "times"),
-    [
-        (AZURE, [(374, 44), (396, 109), (879, 55)], [0.0, 4.314579, 4.541877]),
-        (MOONCAKE, [(1100, 5), (1030, 7), (512, 1)], [0.0, 1.5, 3.0]),  # milliseconds
-        (VIDUR, [(3772, 54), (2015, 156)], [0.0, 0.0]),
-    ],
-    ids=["azure", "mooncake", "vidur"],
-)
-def test_lengths_and_arrivals_of_a_format(write, text, expected, times):
-    loaded = load_trace(write(text))
     assert lengths(loaded) == expected
     assert arrivals(loaded) == pytest.approx(times, abs=1e-5)
 
@@ -363,34 +358,28 @@ def test_invalid_trace_is_refused_with_its_line(write, text, message):
     assert message in str(refused.value)
 
 
-def test_unknown_format_suggests_the_nearest(write):
+def test_invalid_trace_options_and_formats_are_refused(write):
     with pytest.raises(ConfigError, match="did you mean azure"):
         TraceOptions(format="azur")
     with pytest.raises(UnknownName, match="did you mean azure"):
         find_format("azur", write(AZURE))
-
-
-@pytest.mark.parametrize(
-    ("option", "values"),
-    [
-        ("requests", (0, "many")),
-        ("time_scale", (-1.0, float("nan"))),
-        *(("length_scale", (0.0,)), ("max_tokens", (0,)), ("request_rate", (0.0,))),
-    ],
-)
-def test_invalid_trace_options_are_refused(option, values):
-    for value in values:
-        with pytest.raises(ConfigError, match=option):
-            TraceOptions(**{option: value})
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["random:a", "round_robin:", "round_robin:a,a", "share:a", "share:a=-1", "share:a=0,b=1"],
-)
-def test_invalid_tenants_are_refused(write, text):
-    with pytest.raises(ConfigError, match="tenant"):
-        load_trace(write(AZURE), TraceOptions(tenants=text))
+    zero = dict.fromkeys(("length_scale", "max_tokens", "request_rate"), (0,))
+    invalid = {"requests": (0, "many"), "time_scale": (-1.0, float("nan"))} | zero
+    for option, values in invalid.items():
+        for value in values:
+            with pytest.raises(ConfigError, match=option):
+                TraceOptions(**{option: value})
+    tenants = (
+        "random:a",
+        "round_robin:",
+        "round_robin:a,a",
+        "share:a",
+        "share:a=-1",
+        "share:a=0,b=1",
+    )
+    for text in tenants:
+        with pytest.raises(ConfigError, match="tenant"):
+            load_trace(write(AZURE), TraceOptions(tenants=text))
 
 
 def test_known_prefixes_are_reusable_also_in_recorded_conversations():

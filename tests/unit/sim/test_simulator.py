@@ -339,28 +339,21 @@ def test_large_memory_reuses_all_reusable_prefixes_of_a_tenant():
     assert summary["reusable_token_fraction"] > 0.7
 
 
-def test_conversation_reuses_its_earlier_outputs():
-    """The second prompt is the first one, its output, and 16 tokens: 64 + 32 are cached, but the
-    last output token was never processed, so its page is incomplete."""
-    first = request(1, 0, 0, 32, shared=[(1, 64)])
-    first = replace(first, answer=TraceSegment(2, 32))
-    second = request(2, 10, 16, 1, shared=[(1, 64), (2, 32)])
-
-    [_, record] = simulate(trace(first, second), CONFIG).records
-
-    assert record.cached_tokens == 64 + 16
-
-
 @pytest.mark.parametrize(("interval", "cached_tokens"), [(0, 0), (32, 64)])
-def test_a_hybrid_continues_from_its_checkpoints(interval, cached_tokens):
-    """A later turn, and a prompt that has only 64 tokens in common with an earlier one."""
+def test_conversation_reuses_its_earlier_outputs_and_checkpoints(interval, cached_tokens):
+    """The later prompt is the first one, its output, and 16 tokens: 64 + 32 are cached, but the
+    last output token was never processed, so its page is incomplete.
+
+    A hybrid has a checkpoint for a prompt that has only 64 tokens in common with an earlier one.
+    """
     kv = kv_config(memory="16MiB", state_checkpoint_interval=interval)
     config = replace(CONFIG, model=HYBRID, kv=kv)
     first = replace(request(1, 0, 0, 32, shared=[(1, 64)]), answer=TraceSegment(2, 32))
     later = request(2, 10, 16, 1, shared=[(1, 64), (2, 32)])
     other = request(2, 10, 40, 1, shared=[(1, 64)])
     before = request(1, 0, 40, 1, shared=[(1, 64)])
-    assert simulate(trace(first, later), config).records[1].cached_tokens == 64 + 16
+    for each in (CONFIG, config):
+        assert simulate(trace(first, later), each).records[1].cached_tokens == 64 + 16
     assert simulate(trace(before, other), config).records[1].cached_tokens == cached_tokens
 
 
