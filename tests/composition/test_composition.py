@@ -33,13 +33,11 @@ def test_pair_has_the_committed_result(names):
     assert cell.result == _known(names), cell.why
 
 
-def test_registry_has_the_features_of_the_results():
+def test_results_have_the_features_of_the_registry_all_pairs_and_the_share_that_works():
     shown = [(f.name, f.group, f.option, f.alone_in) for f in FEATURES]
     assert shown == [tuple(f.values()) for f in KNOWN["features"]]
     assert len({name for name, *_ in shown}) == len(FEATURES)
 
-
-def test_results_have_all_pairs_and_the_share_that_works():
     counted = KNOWN["pairs"]
     assert counted["cells"] == len(pairs())
     assert counted["works_share"] >= MIN_SHARE
@@ -47,12 +45,10 @@ def test_results_have_all_pairs_and_the_share_that_works():
     assert counted["works"] + sum(len(c["features"]) == 2 for c in KNOWN["others"]) == len(pairs())
 
 
-def test_every_refusal_states_a_reason():
+def test_every_refusal_states_a_reason_and_triples_have_no_two_values_of_one_option():
     for cell in KNOWN["others"]:
         assert cell["result"] != REFUSED or len(cell["why"]) > 40
 
-
-def test_triples_have_no_two_values_of_one_option():
     for names in triples(50):
         for one, other in combinations(chosen(names), 2):
             assert not one.excludes(other)

@@ -184,7 +184,7 @@ def test_wrong_tools_are_refused_by_name(tools, choice, param, message):
     assert refused.value.param == param
 
 
-def test_neutral_choices_are_none_and_forced_schemas_have_no_annotations():
+def test_neutral_choices_are_none_and_forced_schemas_closed_without_annotations():
     assert read_tools([], "auto", parallel=False) is read_tools(None, None, parallel=None) is None
     properties = {"title": {"type": "string", "default": "x"}, "default": {"enum": ["a"]}}
     assert forced_schema({"title": "T", "description": "D", "properties": properties}) == {
@@ -192,8 +192,6 @@ def test_neutral_choices_are_none_and_forced_schemas_have_no_annotations():
         "additionalProperties": False,
     }
 
-
-def test_forced_schemas_keep_references_and_have_no_further_properties():
     parameters = {
         "type": "object",
         "properties": {"p": {"$ref": "#/$defs/point"}, "$ref": {"const": "#/x"}},
@@ -313,7 +311,7 @@ def asked(post):
     return run
 
 
-def test_required_choice_gives_valid_calls(asked):
+def test_required_choice_gives_valid_calls_of_the_tools(asked, post):
     """Also for a model whose template does not use tools."""
     choice = asked(tools=[TOOL], **ONE)
 
@@ -325,6 +323,12 @@ def test_required_choice_gives_valid_calls(asked):
     assert call["function"]["name"] == "weather"
     jsonschema.validate(json.loads(call["function"]["arguments"]), WEATHER)
 
+    body = ok(post(CHATS, **OPTIONS | {"n": 2, "max_tokens": 200}, tools=[TOOL, CLOCK], **ONE))
+    messages = [choice["message"] for choice in body["choices"]]
+    calls = [call for message in messages for call in message["tool_calls"] or ()]
+    assert {call["function"]["name"] for call in calls} <= {"weather", "clock"}
+    assert calls
+
 
 @pytest.mark.parametrize(("max_tokens", "reason"), [(250, "stop"), (3, "length")])
 def test_named_choice_gives_the_arguments_of_the_tool(asked, max_tokens, reason):
@@ -334,14 +338,6 @@ def test_named_choice_gives_the_arguments_of_the_tool(asked, max_tokens, reason)
     assert choice["finish_reason"] == reason
     if reason == "stop":
         jsonschema.validate(json.loads(call["function"]["arguments"]), WEATHER)
-
-
-def test_required_choice_selects_one_of_the_tools(post):
-    body = ok(post(CHATS, **OPTIONS | {"n": 2, "max_tokens": 200}, tools=[TOOL, CLOCK], **ONE))
-    messages = [choice["message"] for choice in body["choices"]]
-    calls = [call for message in messages for call in message["tool_calls"] or ()]
-    assert {call["function"]["name"] for call in calls} <= {"weather", "clock"}
-    assert calls
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
@@ -395,21 +391,24 @@ def test_streamed_text_and_calls(says, stream):
     assert sum(len(c["logprobs"]["content"]) for c in choices if c["logprobs"]) > 20
 
 
-def test_template_gets_the_tools(hermes, post, llm):
+def test_template_gets_the_tools_and_a_special_marker_is_kept(hermes, post, llm, monkeypatch):
     tokens = post("/tokenize", messages=[USER], tools=[TOOL]).json()["tokens"]
     response = post(CHATS, **OPTIONS | {"max_tokens": 2}, tools=[TOOL])
     assert '"name": "weather"' in llm.model.tokenizer.decode(tokens)
     assert response.json()["usage"]["prompt_tokens"] == len(tokens)
 
+    tokenizer = llm.model.tokenizer
+    assert not ToolParsers("hermes", tokenizer).marker_is_special
+    monkeypatch.setattr(type(tokenizer), "all_special_tokens", property(lambda _: ["<tool_call>"]))
+    assert ToolParsers("hermes", tokenizer).marker_is_special
 
-def test_tools_are_refused_if_the_template_does_not_use_them(post, asked):
+
+def test_tools_of_unknown_templates_or_calls_are_refused(post, asked, send, llm, monkeypatch):
     for choice in (None, "auto"):
         message = refused(post(CHATS, **OPTIONS, tools=[TOOL], tool_choice=choice), "tools")
         assert "chat template does not use tools" in message
     assert asked(max_tokens=2, tools=[TOOL], tool_choice="none")
 
-
-def test_tools_are_refused_if_the_format_of_calls_is_unknown(send, llm, monkeypatch):
     monkeypatch.setattr(llm.model.tokenizer, "chat_template", "<|doc|>{{ tools }}{{ messages }}")
     call = ("POST", CHATS, {"json": OPTIONS | {"tools": [TOOL], "max_tokens": 2}})
     assert "--tool-parser" in refused(send(call)[0], "tools")
@@ -455,13 +454,6 @@ def test_parser_is_detected_from_the_template(llm, monkeypatch, template, expect
     monkeypatch.setattr(llm.model.tokenizer, "chat_template", template)
     assert ToolParsers("auto", llm.model.tokenizer).name == expected
     assert ToolParsers("mistral", llm.model.tokenizer).name == "mistral"
-
-
-def test_special_marker_is_kept_in_the_text(llm, monkeypatch, hermes):
-    tokenizer = llm.model.tokenizer
-    assert not ToolParsers("hermes", tokenizer).marker_is_special
-    monkeypatch.setattr(type(tokenizer), "all_special_tokens", property(lambda _: ["<tool_call>"]))
-    assert ToolParsers("hermes", tokenizer).marker_is_special
 
 
 # ---- structured outputs --------------------------------------------------------------------------

@@ -280,7 +280,7 @@ def arm_time(arm: str, tokens_per_s: float, **changes: object) -> speed.ArmTime:
     return speed.ArmTime(**(made | times | changes))
 
 
-def test_ratio_is_median_of_ratios_within_rounds():
+def test_ratio_is_median_of_ratios_within_rounds_and_claims_use_the_first_cap():
     """Of 4/1, 10/5 and 10/3 the median is 10/3."""
     rounds = [
         [arm_time("fkv", 1.0), arm_time("bm_8", 4.0)],
@@ -290,8 +290,6 @@ def test_ratio_is_median_of_ratios_within_rounds():
     assert speed.ratio(rounds, speed.STATIC, "bm_8", "fkv") == pytest.approx(10 / 3)
     assert speed.ratio(rounds[:2], speed.STATIC, "bm_8", "fkv") == 3.0
 
-
-def test_claims_use_the_first_cap():
     found = [
         arm_time("fkv", 10.0),
         arm_time("ed_2", 20.0),

@@ -41,7 +41,7 @@ def test_beam_claim_is_largest_ratio_with_pages_of_16():
     assert measured.beam_claims(runs)["beam4_memory_ratio"] == 1.09
 
 
-def test_later_requests_hit_the_system_prompt():
+def test_later_requests_hit_the_system_prompt_and_claims_are_ratios_within_rounds():
     """3 requests share 32 tokens, two whole pages: the first prefills them, the others hit 64."""
     config = measured.PrefixConfig(
         model="tiny", sharers=3, system_tokens=32, own_tokens=8, new_tokens=3, repeats=1
@@ -55,8 +55,6 @@ def test_later_requests_hit_the_system_prompt():
     computed = 3 * 40 + 3 * 2  # prompts, and outputs without their last tokens
     assert result.claims["prefix_computed_ratio"] == (computed - 64) / computed
 
-
-def test_prefix_claims_are_ratios_within_rounds():
     config = measured.PrefixConfig(sharers=2, system_tokens=100)
     shared = {"shares": True, "cached_tokens": 90, "computed_tokens": 30, "peak_bytes": 50}
     alone = {"shares": False, "cached_tokens": 0, "computed_tokens": 120, "peak_bytes": 100}

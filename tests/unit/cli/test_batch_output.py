@@ -26,7 +26,7 @@ def fill(path: Path, *numbers: int) -> bytes:
     return path.read_bytes()
 
 
-def test_records_are_written_to_disk_by_flush(path: Path):
+def test_records_are_written_to_disk_by_flush_and_at_an_exception(path: Path):
     with start(path) as output:
         output.write([{"line": 1}, {"line": 2}])
         before = path.read_bytes()
@@ -35,6 +35,12 @@ def test_records_are_written_to_disk_by_flush(path: Path):
 
         assert (before, held, output.num_held) == (b"", 2, 0)
         assert [record["line"] for record in read_records(path)] == [1, 2]
+
+    output = start(path)
+    output.write([{"line": 4}])
+    output.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    with start(path) as output:
+        assert output.completed == {4}
 
 
 def test_truncated_line_is_removed_and_not_completed(path: Path):
@@ -151,23 +157,22 @@ def test_change_of_the_input_survives_a_fault_at_any_write(path: Path, monkeypat
     assert {one.name for one in path.parent.iterdir()} == names
 
 
-@pytest.mark.parametrize("state", ["", "{", "[]", "null", '"x"', "{}"])
-def test_damaged_state_file_is_refused(path: Path, state: str):
-    fill(path, 1)
-    Path(f"{path}.state").write_text(state)
-    with pytest.raises(ConfigError, match="--overwrite"):
-        start(path)
+NO_OBJECTS = ("", "{", "[]", "{}")
 
 
-@pytest.mark.parametrize(
-    "line", ["", "{", "[]", "{}", '{"line": 0}', '{"line": 10}', '{"line": 1}', '{"line": "2"}']
-)
-def test_invalid_record_is_refused_with_its_line_number(path: Path, line: str):
-    whole = fill(path, 1) + line.encode() + b"\n"
-    path.write_bytes(whole)
-    with pytest.raises(ConfigError, match="line 2 is not a record"):
-        start(path)
-    assert path.read_bytes() == whole
+def test_invalid_records_with_their_line_numbers_and_damaged_states_are_refused(path: Path):
+    first = fill(path, 1)
+    for line in (*NO_OBJECTS, '{"line": 0}', '{"line": 10}', '{"line": 1}', '{"line": "2"}'):
+        whole = first + line.encode() + b"\n"
+        path.write_bytes(whole)
+        with pytest.raises(ConfigError, match="line 2 is not a record"):
+            start(path)
+        assert path.read_bytes() == whole
+    path.write_bytes(first)
+    for state in (*NO_OBJECTS, "null", '"x"'):
+        Path(f"{path}.state").write_text(state)
+        with pytest.raises(ConfigError, match="--overwrite"):
+            start(path)
 
 
 def test_file_that_was_replaced_before_it_was_locked_is_refused(path: Path, monkeypatch):
@@ -199,18 +204,10 @@ def test_full_disk_raises_an_error_and_keeps_written_records(path: Path, monkeyp
     assert path.read_bytes().startswith(whole)
 
 
-def test_records_are_flushed_when_the_run_ends_with_an_exception(path: Path):
-    output = start(path)
-    output.write([{"line": 4}])
-    output.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-    with start(path) as output:
-        assert output.completed == {4}
-
-
 ERRORS = ({"line": 1, "error": None}, {"line": 2, "error": "x"}, {"line": 3, "error": {"code": 1}})
 
 
-def test_failed_lines_are_tracked_and_a_retry_drops_them_and_keeps_the_lock(path: Path):
+def test_failed_lines_are_dropped_by_a_retry_under_the_lock_unless_it_fails(path, monkeypatch):
     with start(path) as output:
         output.write(ERRORS)
         assert output.failed == {2, 3}
@@ -226,12 +223,6 @@ def test_failed_lines_are_tracked_and_a_retry_drops_them_and_keeps_the_lock(path
 
     assert [record["line"] for record in read_records(path)] == [1, 2]
 
-
-def full(*_: object) -> None:
-    raise OSError(28, "No space left on device")
-
-
-def test_failed_retry_keeps_the_output_file(path: Path, monkeypatch):
     with start(path) as output:
         output.write(ERRORS)
     before = path.read_bytes()
@@ -239,3 +230,7 @@ def test_failed_retry_keeps_the_output_file(path: Path, monkeypatch):
     with pytest.raises(ConfigError, match="No space left"):
         BatchOutput(path, path, STATE, overwrite=False, retry_failed=True)
     assert path.read_bytes() == before
+
+
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")

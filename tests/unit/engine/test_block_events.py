@@ -44,7 +44,7 @@ def test_stored_and_removed_events_have_hashes_parents_tokens_and_medium():
     assert len(blocks_of(batches)) * PAGE_TOKENS <= 24
 
 
-def test_serialized_batches_are_arrays_in_the_order_of_vllm():
+def test_batches_are_arrays_in_the_order_of_vllm_and_reach_listeners_until_they_raise(caplog):
     events, batches = recorded()
     events.cleared()
     events.stored([SECOND], FIRST, [3, 4], 2)
@@ -55,8 +55,6 @@ def test_serialized_batches_are_arrays_in_the_order_of_vllm():
         [12.5, [["BlockRemoved", [SECOND], "CPU"]]],
     ]
 
-
-def test_broadcast_reaches_every_listener_and_removes_one_that_raises(caplog):
     class Broken:
         def stored(self, *_):
             raise RuntimeError("no more")

@@ -143,19 +143,7 @@ def test_deltas_from_before_an_error_are_returned_by_the_next_step(monkeypatch, 
     assert not finish(engine, tokens)
 
 
-def test_request_with_failing_tokenizer_leaves_no_work_queued(model):
-    class FailingTokenizer(PreTrainedTokenizerBase):
-        def decode(self, *_arguments, **_options):
-            raise OverflowError("no such id")
-
-    engine = small_engine(replace(model, tokenizer=FailingTokenizer()))
-    with pytest.raises(OverflowError):
-        engine.submit(GenerationRequest([3, 4], engines.greedy()))
-
-    assert not engine.has_work
-
-
-def test_request_id_whose_sequence_ids_are_in_use_is_rejected(model):
+def test_rejected_request_ids_and_failing_tokenizers_leave_no_work_queued(model):
     engine, tokens = small_engine(model), {}
     other = small_engine(model)
     other.submit(GenerationRequest([3], engines.greedy(), request_id="request-2"))
@@ -170,6 +158,16 @@ def test_request_id_whose_sequence_ids_are_in_use_is_rejected(model):
     assert generated_id != "request-3"
     assert not finish(engine, tokens)
     assert tokens.keys() == {"r#1", "request-3#1", generated_id}
+
+    class FailingTokenizer(PreTrainedTokenizerBase):
+        def decode(self, *_arguments, **_options):
+            raise OverflowError("no such id")
+
+    engine = small_engine(replace(model, tokenizer=FailingTokenizer()))
+    with pytest.raises(OverflowError):
+        engine.submit(GenerationRequest([3, 4], engines.greedy()))
+
+    assert not engine.has_work
 
 
 def test_rejected_request_does_not_replace_a_recorded_eviction_trace(model):

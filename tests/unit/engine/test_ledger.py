@@ -226,19 +226,7 @@ def last_delta(request_id, reason="stop", index=0):
     return OutputDelta(request_id=request_id, **options, usage=usage())
 
 
-def test_timeline_keeps_the_first_and_the_last_events():
-    timeline = request_log.RequestTimeline()
-    total = FIRST_EVENTS + LAST_EVENTS + 10
-    for number in range(total):
-        timeline.add(KVEvent("chunk", 0.0, "r", "t", {}, number))
-
-    numbers = [event.number for event in timeline.events]
-    assert timeline.num_events == total
-    assert numbers[:FIRST_EVENTS] == list(range(FIRST_EVENTS))
-    assert numbers[FIRST_EVENTS:] == list(range(total - LAST_EVENTS, total))
-
-
-def test_events_are_recorded_until_the_last_delta():
+def test_the_first_and_the_last_events_are_recorded_until_the_last_delta():
     events = EventLog(lambda: 7.0)
     log, request = RequestLog(events, lambda: 9.0), make_request("r", [1, 2, 3])
     log.open("r", [request])
@@ -256,6 +244,16 @@ def test_events_are_recorded_until_the_last_delta():
     assert (one.request_id, one.finish_reason, one.prompt_tokens) == ("r", "length", 3)
     assert one.finish_s == 9.0
     assert [e.kind for e in one.timeline.events] == ["admitted"]
+
+    timeline = request_log.RequestTimeline()
+    total = FIRST_EVENTS + LAST_EVENTS + 10
+    for number in range(total):
+        timeline.add(KVEvent("chunk", 0.0, "r", "t", {}, number))
+
+    numbers = [event.number for event in timeline.events]
+    assert timeline.num_events == total
+    assert numbers[:FIRST_EVENTS] == list(range(FIRST_EVENTS))
+    assert numbers[FIRST_EVENTS:] == list(range(total - LAST_EVENTS, total))
 
 
 def test_finished_requests_have_their_reasons_and_are_bounded():
@@ -318,21 +316,18 @@ def test_runs_decode_to_the_cells(owner):
     assert len(json.dumps(body)) < 1_000_000
 
 
-def test_map_with_fewer_cells_shows_every_nth_page_and_exact_totals():
+def test_map_with_fewer_cells_shows_every_nth_page_exact_totals_and_states():
     body = owners_of([0, 2, 2, 3, 3, 3, 0, 1]).encode(3)
     assert body["pages_per_cell"] == 3
     assert decoded(body)[0] == [0, 3, 0]
     assert [one["pages"] for one in body["owners"]] == [2, 1, 2, 3]
     assert [one["bytes"] // PLAIN.page_bytes for one in body["owners"]] == [2, 1, 2, 3]
     assert "runs" not in owners_of([0, 2]).encode(with_map=False)
-
-
-@pytest.mark.parametrize(
-    ("page_class", "expected"),
-    [(PLAIN, {"exact": 2, "evicted": 1, "quantized": 0}), (CODED, {"quantized": 2, "evicted": 1})],
-)
-def test_states_add_up_to_the_pages_in_use(page_class, expected):
-    body = owners_of([0, 2, 2, 3], [0, 0, EVICTED, 0], page_class).encode()
-    pages = {name: size // page_class.page_bytes for name, size in body["states"].items()}
-    assert pages | expected == pages
-    assert sum(pages[name] for name in ("exact", "evicted", "quantized")) == 3
+    for page_class, expected in (
+        (PLAIN, {"exact": 2, "evicted": 1, "quantized": 0}),
+        (CODED, {"quantized": 2, "evicted": 1}),
+    ):
+        body = owners_of([0, 2, 2, 3], [0, 0, EVICTED, 0], page_class).encode()
+        pages = {name: size // page_class.page_bytes for name, size in body["states"].items()}
+        assert pages | expected == pages
+        assert sum(pages[name] for name in ("exact", "evicted", "quantized")) == 3

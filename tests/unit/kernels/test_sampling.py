@@ -49,7 +49,7 @@ VALUES = [
 ]
 
 
-def test_processors_equal_those_of_transformers(logits, history):
+def test_processors_equal_those_of_transformers_and_openais_penalties(logits, history):
     seen = sampling.count_tokens(*pairs(history), ROWS, VOCAB) > 0
     for name, value in VALUES:
         processor, rtol = PROCESSORS[name]
@@ -57,17 +57,6 @@ def test_processors_equal_those_of_transformers(logits, history):
         got = getattr(sampling, name)(logits, *arguments)
         torch.testing.assert_close(got, processor(value)(history, logits), rtol=rtol, atol=0)
 
-
-@pytest.mark.parametrize("mass", [1e-6, 0.3, 0.9, 0.999])
-@pytest.mark.parametrize("first_width", [1, 16, 1024])
-def test_top_p_equals_transformers(logits, history, mass, first_width, monkeypatch):
-    monkeypatch.setattr(sampling, "FIRST_TOP_P_WIDTH", first_width)
-    expected = reference.TopPLogitsWarper(mass)(history, logits)
-
-    torch.testing.assert_close(sampling.keep_top_p(logits, column(mass)), expected, rtol=0, atol=0)
-
-
-def test_presence_and_frequency_penalties_follow_openais_formula(logits):
     history = torch.tensor([[4, 4, 9]]).expand(ROWS, -1)
     counts = sampling.count_tokens(*pairs(history), ROWS, VOCAB)
 
@@ -77,6 +66,15 @@ def test_presence_and_frequency_penalties_follow_openais_formula(logits):
     expected[:, 4] -= 0.5 + 2 * 0.25
     expected[:, 9] -= 0.5 + 0.25
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("mass", [1e-6, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("first_width", [1, 16, 1024])
+def test_top_p_equals_transformers(logits, history, mass, first_width, monkeypatch):
+    monkeypatch.setattr(sampling, "FIRST_TOP_P_WIDTH", first_width)
+    expected = reference.TopPLogitsWarper(mass)(history, logits)
+
+    torch.testing.assert_close(sampling.keep_top_p(logits, column(mass)), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -119,14 +117,12 @@ def test_named_rows_are_limited_bias_unbans_no_token_and_inputs_are_unchanged(lo
     assert torch.equal(logits, before)
 
 
-def test_draw_inverts_the_cumulative_distribution_in_id_order():
+def test_draw_inverts_the_cumulative_distribution_of_tokens_that_are_not_banned(logits):
     shares = torch.tensor([[0.25, 0.0, 0.5, 0.25]]).expand(6, -1)
     uniforms = torch.tensor([0.0, 0.249, 0.251, 0.749, 0.751, 1 - 2**-53], dtype=torch.float64)
 
     assert sampling.draw(shares.log(), uniforms).tolist() == [0, 0, 2, 2, 3, 3]
 
-
-def test_banned_tokens_are_never_drawn_and_do_not_change_the_draw(logits):
     narrowed = sampling.keep_top_k(logits, column(3))
     for edge in (0.0, 1 - 2**-53):
         drawn = sampling.draw(narrowed, torch.full((ROWS,), edge, dtype=torch.float64))
@@ -211,7 +207,7 @@ def test_tokens_equal_those_of_torch(native, vocab, spread):
     assert not failed
 
 
-def test_draws_of_torch_and_of_c_are_equal_at_many_positions(native):
+def test_draws_of_torch_and_of_c_are_equal_at_many_positions_and_with_strides(native):
     logits = random_logits(1).expand(200, -1)
     options = [RowOptions(9, n, 0.9, top_k=100, top_p=0.9) for n in range(200)]
 
@@ -220,8 +216,6 @@ def test_draws_of_torch_and_of_c_are_equal_at_many_positions(native):
     assert tokens == [expected_token(logits[0], o) for o in options]
     assert len(set(tokens)) > 5
 
-
-def test_rows_of_a_wider_tensor_are_read_by_their_stride(native):
     wide = torch.full((3, SIZE + 7), 99.0)
     wide[:, :SIZE] = random_logits(3)
     options = [RowOptions(1, n, 1.0) for n in range(3)]

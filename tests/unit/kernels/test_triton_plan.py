@@ -54,7 +54,7 @@ def test_splits_never_exceed_the_blocks_nor_the_programs_needed(programs, blocks
     assert splits == 1 or programs * (splits - 1) < WAVES * multiprocessors
 
 
-def test_blocks_cover_all_queries_of_rows_with_several_tokens():
+def test_blocks_cover_all_queries_and_plans_copy_shapes_and_blocks_once():
     step = StepShape.of(np.array([1, 1, 20, 16, 1], dtype=np.int32))
     rows, firsts = block_starts(step, 16)
 
@@ -62,8 +62,6 @@ def test_blocks_cover_all_queries_of_rows_with_several_tokens():
     rows, firsts = block_starts(StepShape.of(np.ones(3, dtype=np.int32)), 16)
     assert len(rows) == len(firsts) == 0  # a step that only decodes
 
-
-def test_plan_copies_shapes_once_and_blocks_once_for_each_size():
     step = StepShape.of(np.array([1, 20], dtype=np.int32))
     slots = np.array([[300, 200], [50, 40]], dtype=np.int32)
     plan = make_plan(step, LaneSlots(slots, 64), 16, 256, CPU)
@@ -97,20 +95,7 @@ def test_parts_of_a_copy_start_at_multiples_of_16_bytes(sizes):
     assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
 
 
-def test_triton_runs_on_a_cpu_in_its_interpreter_only(monkeypatch):
-    monkeypatch.setattr(hardware, "triton_version", lambda: "3.9.0")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert is_interpreted()
-    assert why_no_triton(CPU) is None
-    assert Hardware.of(CPU).interpreted
-
-    monkeypatch.delenv("TRITON_INTERPRET")
-    assert not is_interpreted()
-    assert why_no_triton(CPU) == "Triton's kernels run on NVIDIA GPUs, the pages are on the CPU"
-    assert "the pages are on mps" in str(why_no_triton(torch.device("mps")))
-
-
-def test_a_gpu_needs_triton_and_tensor_cores_for_bfloat16(monkeypatch):
+def test_triton_needs_its_interpreter_or_a_gpu_with_tensor_cores_for_bfloat16(monkeypatch):
     monkeypatch.setattr(hardware, "triton_version", lambda: "3.9.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     expected = "expected compute capability 8.0 or higher, cuda has 7.5"
@@ -123,6 +108,17 @@ def test_a_gpu_needs_triton_and_tensor_cores_for_bfloat16(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(hardware, "triton_version", lambda: None)
     assert "not installed" in str(why_no_triton(CUDA))
+
+    monkeypatch.setattr(hardware, "triton_version", lambda: "3.9.0")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert is_interpreted()
+    assert why_no_triton(CPU) is None
+    assert Hardware.of(CPU).interpreted
+
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert not is_interpreted()
+    assert why_no_triton(CPU) == "Triton's kernels run on NVIDIA GPUs, the pages are on the CPU"
+    assert "the pages are on mps" in str(why_no_triton(torch.device("mps")))
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)

@@ -79,7 +79,7 @@ def test_attention_equals_the_account_after_page_evictions(text, heads_apart, se
     play(checked, checked.evict_pages)
 
 
-def test_row_with_a_residual_window_can_be_truncated_to_zero_only():
+def test_rows_with_sinks_can_be_truncated_and_with_a_residual_window_to_zero_only():
     """The newest tokens of an earlier length are no longer in full precision."""
     checked = CheckedMemory("int4_page/int4+plain=float32", GatheredAttention(CPU))
     row = checked.start()
@@ -93,8 +93,6 @@ def test_row_with_a_residual_window_can_be_truncated_to_zero_only():
     checked.memory.check()
     assert not checked.memory.row_bytes(row)
 
-
-def test_row_with_full_precision_sinks_can_be_truncated():
     checked = CheckedMemory("int4+sinks=3+plain=float32", GatheredAttention(CPU))
     row = checked.start()
     checked.step({row: 7})
@@ -190,7 +188,7 @@ def test_cached_prefix_is_shared_without_records():
     checked.memory.check()
 
 
-def test_records_of_returns_minus_one_without_record_or_token():
+def test_records_of_returns_minus_one_without_record_in_memory_for_the_lane_only():
     marks = torch.tensor([[0, 8, 3], [0, 0, 0]], dtype=torch.int32)
     positions = torch.tensor([[2, 7, 0, 999, -1], [2, 7, 0, -50, 1 << 30]])
 
@@ -198,9 +196,7 @@ def test_records_of_returns_minus_one_without_record_or_token():
 
     assert found.tolist() == [[2, 1, -1, -1, -1], [-1] * 5]
 
-
-def test_records_of_needs_memory_for_the_lane_only():
-    """A table of all possible positions would need a terabyte."""
+    # A table of all possible positions would need a terabyte.
     furthest = (1 << 31) - 2
     marks = torch.tensor([[0, furthest + 1]], dtype=torch.int32).repeat(64, 1)
     positions = torch.tensor([[0, furthest - 1, furthest]]).repeat(64, 1)
@@ -286,7 +282,7 @@ def test_retained_tokens_differ_by_half_a_step_of_their_new_pages(text, kind, se
             attend_and_compare(checked, row, tokens)
 
 
-def test_a_page_without_moved_slots_keeps_its_codes():
+def test_a_page_without_moved_slots_keeps_its_codes_and_none_moves_without_a_mover():
     checked = memory_of("int4_page")
     row = checked.start()
     checked.step({row: 5 * PAGE})
@@ -302,6 +298,15 @@ def test_a_page_without_moved_slots_keeps_its_codes():
     untouched = [*range(PAGE), *range(2 * PAGE, 4 * PAGE)]
     assert all(torch.equal(after[lane, p], before[lane, p]) for lane in range(4) for p in untouched)
     assert mover.num_encoded == checked.memory.tables["full"].group.num_lanes
+
+    checked = memory_of("int4_page")
+    row = checked.start()
+    checked.step({row: 12})
+    keep = np.ones((checked.memory.tables["full"].group.num_lanes, 12), dtype=bool)
+    keep[:, 1] = False
+
+    with pytest.raises(InvariantError, match="the codec encodes whole pages"):
+        commit_compaction(checked.memory, plan_compaction(checked.memory, "full", row, keep))
 
 
 @pytest.mark.parametrize(("number", "widens"), [(2.2, False), (9.0, True)])
@@ -370,14 +375,3 @@ def test_a_swapped_row_continues_as_if_it_had_stayed(kind):
     after = read(checked, row)
     assert all(torch.equal(after[token], before[token]) for token in before)
     attend_and_compare(checked, row, 6)
-
-
-def test_slots_of_pages_with_shared_scales_do_not_move_without_a_mover():
-    checked = memory_of("int4_page")
-    row = checked.start()
-    checked.step({row: 12})
-    keep = np.ones((checked.memory.tables["full"].group.num_lanes, 12), dtype=bool)
-    keep[:, 1] = False
-
-    with pytest.raises(InvariantError, match="the codec encodes whole pages"):
-        commit_compaction(checked.memory, plan_compaction(checked.memory, "full", row, keep))

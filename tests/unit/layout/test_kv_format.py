@@ -41,21 +41,15 @@ def test_bits_count_scales_and_indices_of_long_vectors_have_two_bytes():
     assert planes["outlier_indices"].width == planes["outlier_values"].width == 4
 
 
-@pytest.mark.parametrize(
-    ("codec", "least"), [("int8", 1.88), ("int4", 3.4), ("int4_outliers", 3.0)]
-)
-def test_codec_stores_at_min_this_multiple_of_half_precision_tokens(codec, least):
+def test_codecs_store_more_tokens_and_groups_are_the_largest_divisor_of_head_dim_up_to_64():
     """A page of 8 heads of 128 and 16 tokens, padding included."""
-    specs, shape = map(codec_spec, ("bfloat16", codec)), {"head_dim": 128, "heads": 8, "tokens": 16}
-    plain, coded = (kv_pages(key=spec, value=spec, **shape).page_bytes for spec in specs)
-    assert plain / coded >= least
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "group"), [(128, 64), (64, 64), (80, 40), (96, 48), (32, 32), (8, 8), (256, 64)]
-)
-def test_default_group_is_the_largest_divisor_of_head_dim_up_to_64(head_dim, group):
-    assert codec_spec("int4").group_of(head_dim) == group
+    shape = {"head_dim": 128, "heads": 8, "tokens": 16}
+    for codec, least in {"int8": 1.88, "int4": 3.4, "int4_outliers": 3.0}.items():
+        specs = map(codec_spec, ("bfloat16", codec))
+        plain, coded = (kv_pages(key=spec, value=spec, **shape).page_bytes for spec in specs)
+        assert plain / coded >= least, codec
+    groups = {128: 64, 64: 64, 80: 40, 96: 48, 32: 32, 8: 8, 256: 64}
+    assert {dim: codec_spec("int4").group_of(dim) for dim in groups} == groups
 
 
 def test_names_have_their_options_and_groups_must_divide_head_dims():

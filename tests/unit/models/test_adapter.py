@@ -94,22 +94,17 @@ def attention():
     return module
 
 
-@pytest.mark.parametrize(
-    ("options", "num_values", "word"),
-    [
+def test_unknown_attention_options_are_refused_and_scales_follow_from_head_dim(attention) -> None:
+    states = torch.zeros(1, 4, 2, 8)
+    for options, num_values, word in (
         ({"position_bias": torch.zeros(1)}, 2, "position_bias"),
         ({"indices": torch.zeros(1)}, 2, "indices"),
         ({"is_causal": False}, 2, "passes is_causal=False"),
         ({}, 1, "as many values as keys"),
-    ],
-)
-def test_unknown_attention_options_are_refused(attention, options, num_values, word: str) -> None:
-    states = torch.zeros(1, 4, 2, 8)
-    with pytest.raises(UnsupportedModel, match=word):
-        attend_through_bridge(attention, states, states, states[:, :, :num_values], None, **options)
-
-
-def test_default_scale_follows_from_head_dim(attention) -> None:
+    ):
+        values = states[:, :, :num_values]
+        with pytest.raises(UnsupportedModel, match=word):
+            attend_through_bridge(attention, states, states, values, None, **options)
     states = torch.zeros(1, 4, 2, 16)
 
     out, weights = attend_through_bridge(
@@ -220,28 +215,15 @@ def test_ignored_positions_and_another_chunk_are_detected():
         compare_with_transformers(decoder)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        (
-            "mistral",
-            {"layers": (LayerSpec(window=8), LayerSpec(window=None))},
-            r"layer 1 calls .* window 8, .* config has None",
-        ),
-        (
-            "llama",
-            {"num_layers": 3, "layers": (LayerSpec(),) * 3},
-            r"3 layers in order, got calls of layers \[0, 1\]",
-        ),
-    ],
-)
-def test_spec_that_differs_from_the_model_is_detected(name, changes, message):
-    with pytest.raises(UnsupportedModel, match=message):
-        compare_with_transformers(DecoderWithSpec(zoo.build(name), **changes))
-
-
-def test_other_scale_of_a_layer_that_reads_keys_of_another_and_nan_are_detected() -> None:
-    decoder = TransformersDecoder(zoo.build("gemma4"))
+def test_specs_and_scales_that_differ_from_the_model_and_nan_are_detected() -> None:
+    windows, three = (LayerSpec(window=8), LayerSpec(window=None)), (LayerSpec(),) * 3
+    for name, changes, message in (
+        ("mistral", {"layers": windows}, r"layer 1 calls .* window 8, .* config has None"),
+        ("llama", {"num_layers": 3, "layers": three}, r"3 layers in order, got .* \[0, 1\]"),
+    ):
+        with pytest.raises(UnsupportedModel, match=message):
+            compare_with_transformers(DecoderWithSpec(zoo.build(name), **changes))
+    decoder = TransformersDecoder(zoo.build("gemma4"))  # its last layer reads keys of another
     decoder.model.model.layers[-1].self_attn.scaling = 0.5
     with pytest.raises(UnsupportedModel, match=r"calls attention with scale 0.5, but .* has 1.0"):
         compare_with_transformers(decoder)

@@ -261,17 +261,14 @@ def test_prompt_ends_in_the_continued_message(render, template, text, split):
     assert prompt == f"<user>count</user><assistant>{text}"
 
 
-@pytest.mark.parametrize(
-    ("message", "options", "expected"),
-    [
+def test_message_that_cannot_be_continued_is_refused(render):
+    for message, options, expected in (
         ({}, {}, "needs `add_generation_prompt` to be false"),
         ({"tool_calls": CALLS}, {"add_generation_prompt": False}, "`tool_calls`"),
-    ],
-)
-def test_message_that_cannot_be_continued_is_refused(render, message, options, expected):
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"} | message]
-    with pytest.raises(RequestError, match=expected):
-        render(STRINGS["plain"], chat, continue_final_message=True, **options)
+    ):
+        chat = [*CHAT_OF_A, {"role": "assistant", "content": "b"} | message]
+        with pytest.raises(RequestError, match=expected):
+            render(STRINGS["plain"], chat, continue_final_message=True, **options)
 
 
 def test_chats_are_one_document_and_tools_have_their_own_form(tokenizer):

@@ -218,7 +218,7 @@ def test_local_and_missing_folders_are_not_requested_from_the_hub(path, llama, m
     assert load_model(llama.name, device="cpu", verify=False).name == llama.name
 
 
-def test_unreachable_hub_raises_a_model_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_model_is_downloaded_without_pickles_unless_the_hub_is_unreachable(monkeypatch, llama):
     def offline(*_: object, **__: object) -> str:
         raise huggingface_hub.errors.LocalEntryNotFoundError("cannot reach the hub\ndetails")
 
@@ -229,8 +229,6 @@ def test_unreachable_hub_raises_a_model_error(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ModelError, match=r"no folder 'smolm2' \(did you mean smollm2\?\), and"):
         load_model("smolm2")
 
-
-def test_hub_model_is_downloaded_without_pickles(llama, monkeypatch):
     patterns: dict[str, list[str]] = {}
 
     def download(name: str, *, allow_patterns: list[str], revision: None) -> str:

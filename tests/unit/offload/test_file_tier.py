@@ -34,7 +34,7 @@ def file_of(folder, key):
     return folder / "entries" / dict(rows(folder))[key]
 
 
-def test_entries_are_found_after_a_restart(tmp_path):
+def test_entries_are_found_after_a_restart_unless_the_tier_is_smaller(tmp_path):
     with closing(FileTier(tmp_path, 8 * MIB)) as first:
         first.write("a", data_of(2 * MIB + 5), {"tokens": 3})
         first.write("b", data_of(MIB))
@@ -47,8 +47,6 @@ def test_entries_are_found_after_a_restart(tmp_path):
         assert second.used_bytes == 2 * MIB + SECTOR_BYTES
         second.check()
 
-
-def test_smaller_tier_drops_the_min_recently_used_entries(tmp_path):
     with closing(FileTier(tmp_path, 8 * MIB)) as first:
         for name in "abcd":
             first.write(name, data_of(2 * MIB, ord(name)))

@@ -85,20 +85,7 @@ def test_tls_needs_a_known_certificate(new_server, tmp_path):
         tier_of(url).write("b", b"1")
 
 
-def test_namespaces_do_not_see_each_other_and_share_the_limit(server):
-    first, second = (tier_of(server.url, name, max_bytes=MIB) for name in "ab")
-    first.write("x", bytes(600_000))
-    assert second.names() == set()
-    second.write("x", bytes(600_000))
-
-    assert first.names() == set()
-    assert second.names() == {"x"}
-    assert second.used_bytes == first.used_bytes == 600_000
-    first.close()
-    second.close()
-
-
-def test_entries_expire_after_their_last_use(server, client):
+def test_entries_expire_after_their_last_use_and_leave_the_account(server, client):
     tier = tier_of(server.url, ttl_s=100)
     tier.write("a", bytes(MIB))
     name = f"{PREFIX}:n:a"
@@ -113,8 +100,6 @@ def test_entries_expire_after_their_last_use(server, client):
     assert tier.names() == set()
     tier.close()
 
-
-def test_the_account_forgets_entries_whose_time_is_over(server, client):
     tier = tier_of(server.url, ttl_s=100)
     for key in "ab":
         tier.write(key, bytes(1000))
@@ -166,7 +151,7 @@ def test_a_server_that_was_emptied_or_has_lost_its_sum_is_used_on(server, client
     second.close()
 
 
-def test_engines_share_one_secret(server, client):
+def test_namespaces_share_the_limit_and_a_secret_but_no_entries(server, client):
     first, second = tier_of(server.url), tier_of(server.url, "m")
 
     assert first.secret() == second.secret()
@@ -174,6 +159,17 @@ def test_engines_share_one_secret(server, client):
     client.set(f"{PREFIX}:secret", b"damaged")
     assert len(first.secret()) == 32
     assert first.secret() == second.secret()
+    first.close()
+    second.close()
+
+    first, second = (tier_of(server.url, name, max_bytes=MIB) for name in "ab")
+    first.write("x", bytes(600_000))
+    assert second.names() == set()
+    second.write("x", bytes(600_000))
+
+    assert first.names() == set()
+    assert second.names() == {"x"}
+    assert second.used_bytes == first.used_bytes == 600_000
     first.close()
     second.close()
 

@@ -217,7 +217,7 @@ def test_kv_memory_is_the_remainder_after_weights_and_the_peak_of_activations():
         peak(MODEL, -1)
 
 
-def test_activation_peak_counts_experts_per_token_widest_heads_and_all_embeddings():
+def test_activation_peak_counts_experts_per_token_widest_heads_and_folded_latents():
     """Two experts of 40 and a shared expert of 8 are wider than the dense 32: 3 * 88 per token."""
     sizes = {"num_layers": 2, "num_experts": 64, "experts_per_token": 2, "expert_size": 40}
     model = replace(MODEL, mixture=MixtureSpec(shared_size=8, **sizes))
@@ -231,12 +231,8 @@ def test_activation_peak_counts_experts_per_token_widest_heads_and_all_embedding
     # in float32 between two layers: 3 streams, the embeddings, cosines and sines of 4 and of 60
     assert hidden_state_bytes(model, 7) == 4 * 7 * (3 * 16 + 2 * 5 + 2 * (4 + 60))
 
-
-def test_activation_peak_of_latents_counts_the_larger_form():
-    """Of each token: a latent of 32 + 8; queries of 20 and outputs of 16 in 4 heads, and folded.
-
-    Folded queries of 40 and outputs over latents of 32 are more than keys of 20 and values of 16.
-    """
+    # Of each token: a latent of 32 + 8; queries of 20 and outputs of 16 in 4 heads, and folded.
+    # Folded queries of 40 and outputs over latents of 32 are more than keys of 20 and values of 16.
     folded = 40 + 4 * (20 + 16) + 4 * (40 + 32)
     model = replace(CACHE_KINDS["latent"], intermediate_size=1)
     assert peak(model, 7) == 2 * 7 * (2 * 32 + folded)
@@ -281,13 +277,23 @@ def share(input_tokens: int, output_tokens: int, batch: int) -> float:
     return decode_share(LLAMA_8B, work, flops_per_byte=150, **bytes_per)
 
 
-def test_kv_bytes_are_those_of_whole_pages():
+def test_kv_bytes_are_those_of_whole_pages_and_never_fitting_requests_critical():
     one_bytes = sequence_bytes(LAYOUT, 1000)
     verdict = assess_workload(100 * one_bytes, 500, 500, 20)
     assert verdict.kv_bytes == 20 * one_bytes == 20 * 1008 * 131_072
     assert verdict.kv_share == 0.2
     assert verdict.sequences == 100
     assert any("20.0% of the KV memory; 100 of them fit" in reason for reason in verdict.reasons)
+
+    verdict = assess_workload(sequence_bytes(LAYOUT, 4000), 5000, 1, 1)
+    refused = assess_workload(10**12, 8192, 1, 1)
+    assert (verdict.sequences, verdict.impact) == (0, "critical")
+    assert any("exceed the model's context of 8,192" in reason for reason in refused.reasons)
+    for workload in ((0, 1, 1), (1, -1, 1), (1, 1, 0)):
+        with pytest.raises(ConfigError, match=f"workload {','.join(map(str, workload))}"):
+            assess_workload(10**9, *workload)
+    with pytest.raises(ConfigError, match="kv_memory=0 B"):
+        assess_workload(0, 1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -303,18 +309,6 @@ def test_impact_increases_with_the_memory_share_and_with_scarcity(fitting, batch
     verdict = assess_workload(fitting * sequence_bytes(LAYOUT, 1000), 500, 500, batch)
     assert verdict.impact == impact
     assert verdict.pays == (impact not in ("low", "low-medium"))
-
-
-def test_never_fitting_requests_are_critical_and_empty_workloads_refused():
-    verdict = assess_workload(sequence_bytes(LAYOUT, 4000), 5000, 1, 1)
-    refused = assess_workload(10**12, 8192, 1, 1)
-    assert (verdict.sequences, verdict.impact) == (0, "critical")
-    assert any("exceed the model's context of 8,192" in reason for reason in refused.reasons)
-    for workload in ((0, 1, 1), (1, -1, 1), (1, 1, 0)):
-        with pytest.raises(ConfigError, match=f"workload {','.join(map(str, workload))}"):
-            assess_workload(10**9, *workload)
-    with pytest.raises(ConfigError, match="kv_memory=0 B"):
-        assess_workload(0, 1, 1, 1)
 
 
 def test_decode_share_follows_its_formula():
@@ -377,6 +371,11 @@ def test_limits_of_groups_up_to_the_root_apply_without_cached_files(tmp_path, wr
     assert container_free_bytes(tmp_path, write("membership", "0::/a")) == -5
     assert container_free_bytes(tmp_path, tmp_path / "missing") is None
 
+    group("memory/a", 2 * GIB, GIB, cached=1000, version=1)
+    group("memory", UNLIMITED_V1, 0, version=1)
+    membership = write("membership", "12:cpu,cpuacct:/a\n7:memory:/a\n0::/")
+    assert container_free_bytes(tmp_path, membership) == GIB + 1000
+
 
 def test_no_limit_is_none_and_the_mount_root_is_the_own_group_in_a_container(
     tmp_path, write, group
@@ -389,13 +388,6 @@ def test_no_limit_is_none_and_the_mount_root_is_the_own_group_in_a_container(
     group(".", GIB, 0)
     for path in ("/", "/docker/0123", "/../other"):
         assert container_free_bytes(tmp_path, write("membership", f"0::{path}")) == GIB
-
-
-def test_cgroup_version_1_file_names(tmp_path, write, group):
-    group("memory/a", 2 * GIB, GIB, cached=1000, version=1)
-    group("memory", UNLIMITED_V1, 0, version=1)
-    membership = write("membership", "12:cpu,cpuacct:/a\n7:memory:/a\n0::/")
-    assert container_free_bytes(tmp_path, membership) == GIB + 1000
 
 
 # ---- layers that stay resident -------------------------------------------------------------------
@@ -419,13 +411,22 @@ def test_resident_layers_fill_the_budget_minus_two_slots(budget, offloaded_layer
     assert found.total_bytes == 65
 
 
-def test_budget_below_the_minimum_is_refused_with_the_minimum():
+def test_budget_below_the_minimum_is_refused_and_planned_weights_place_equal_layers():
     assert place_weights([10] * 6, 5, 25).offloaded_layers == (0, 1, 2, 3, 4, 5)
     with pytest.raises(ConfigError, match=r"24 B is too small.* 25 B .*raise --weights-memory"):
         place_weights([10] * 6, 5, 24)
     with pytest.raises(ConfigError, match=r"at least 25 B"):
         place_weights([10, 10], 5, 24)
     assert not place_weights([10, 10], 5, 25).offloaded_layers  # the slots hold them
+
+    total = SMALL_MODEL.weight_bytes(2)
+    layer_bytes = SMALL_MODEL.layer_parameters * 2 // 8
+    found = planned_weights(SMALL_MODEL, 2, total - layer_bytes)
+    assert planned_weights(SMALL_MODEL, 2, None).device_bytes == total
+    assert len(found.offloaded_layers) == 3
+    assert found.device_bytes == total - layer_bytes
+    assert found.text.startswith("weights: ")
+    assert "3 of 8 layers offloaded through 2 slots" in found.text
 
 
 @given(
@@ -445,17 +446,6 @@ def test_budget_is_met_or_refused_if_impossible(layers, other, budget):
     assert len(set(found.offloaded_layers)) == len(found.offloaded_layers) != 1
     gaps = [b - a for a, b in zip(found.offloaded_layers, found.offloaded_layers[1:], strict=False)]
     assert not gaps or max(gaps) - min(gaps) <= 1
-
-
-def test_planned_weights_place_equal_layers():
-    total = SMALL_MODEL.weight_bytes(2)
-    layer_bytes = SMALL_MODEL.layer_parameters * 2 // 8
-    found = planned_weights(SMALL_MODEL, 2, total - layer_bytes)
-    assert planned_weights(SMALL_MODEL, 2, None).device_bytes == total
-    assert len(found.offloaded_layers) == 3
-    assert found.device_bytes == total - layer_bytes
-    assert found.text.startswith("weights: ")
-    assert "3 of 8 layers offloaded through 2 slots" in found.text
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_share_out_sums_to_the_total_with_rounding_below_one(total, weights):
         assert abs(share - total * weight / sum(weights)) < 1
 
 
-def test_pyramid_equals_the_published_caps():
+def test_pyramid_equals_the_published_caps_whose_rounding_exceeds_the_total():
     """The paper's setting, w = 8 retained by every layer.
 
     cap 128, w 8: C = 120, low = 120 // 20 = 6, high = 240 - 6 = 234; L = 4: steps of 228 / 3 = 76,
@@ -74,13 +74,9 @@ def test_pyramid_equals_the_published_caps():
     assert caps == (242, 166, 90, 14)
     assert sum(caps) == 4 * 128
 
-
-def test_published_rounding_exceeds_the_total():
-    """cap 128, w 0, L = 6: low = 6, high = 250, the step 244 / 5 = 48.8 becomes 48.
-
-    Published: 250 202 154 106 58 10, together 780, 12 over 6 * 128 = 768. With largest fractions:
-    250, 201.2, 152.4, 103.6, 54.8, 6: the two remaining go to 0.8 and 0.6.
-    """
+    # cap 128, w 0, L = 6: low = 6, high = 250, the step 244 / 5 = 48.8 becomes 48.
+    # Published: 250 202 154 106 58 10, together 780, 12 over 6 * 128 = 768. With largest fractions:
+    # 250, 201.2, 152.4, 103.6, 54.8, 6: the two remaining go to 0.8 and 0.6.
     published = Pyramid(rounding=PUBLISHED).lane_capacities(shape_of(128, layers=6))
     exact = Pyramid().lane_capacities(shape_of(128, layers=6))
     assert published == (250, 202, 154, 106, 58, 10)
@@ -419,7 +415,7 @@ def view_with_cosines(cosines, heads=1, tokens=50):
     return KVView(positions, 1, heads_per_layer=heads, statistics=statistics)
 
 
-def test_squeeze_worked_example():
+def test_squeeze_worked_example_does_not_shrink_protected_tokens():
     """Cosines 0.2 0.5 0.9 0.91: the last two shrink; 0.3 * 100 = 30, (4 - 0.6) * 100 / 2 = 170."""
     view = view_with_cosines([0.2, 0.5, 0.9, 0.91], heads=2)
 
@@ -427,9 +423,7 @@ def test_squeeze_worked_example():
 
     assert caps == (170, 170, 170, 170, 30, 30, 30, 30)
 
-
-def test_squeeze_does_not_shrink_protected_tokens():
-    """20 of 100 are protected: 0.5 * 80 + 20 = 60 and (2 - 0.5) * 80 + 20 = 140."""
+    # 20 of 100 are protected: 0.5 * 80 + 20 = 60 and (2 - 0.5) * 80 + 20 = 140.
     view = view_with_cosines([0.1, 0.9])
 
     shape = shape_of(100, layers=2, least=21)
@@ -543,7 +537,7 @@ def view_with(received, positions=None):
     return KVView(positions, slots, heads_per_layer=count, statistics=statistics)
 
 
-def test_fastgen_selects_the_smallest_cap_that_recovers_attention():
+def test_fastgen_selects_the_smallest_cap_that_recovers_attention_of_own_slots():
     """Ten slots, one sink and two recent protected; least = 4, cap = 6; 0.9 must be recovered.
 
     Head 0: protected slots have 95 of 100. Head 1: they have 40, the best three others 30 20 5:
@@ -559,9 +553,7 @@ def test_fastgen_selects_the_smallest_cap_that_recovers_attention():
     shape = shape_of(6, layers=1, heads=2, least=4, bounded=True)
     assert budget.finalize(view_with(received[[0, 2]]), rule, shape) == (4, 8)
 
-
-def test_fastgen_measures_heads_of_unequal_length_on_their_own_slots():
-    """Head 1 holds four tokens, as many as the least cap: they have all of its attention."""
+    # Head 1 holds four tokens, as many as the least cap: they have all of its attention.
     positions = torch.tensor([list(range(10)), [0, 7, 8, 9, *[-1] * 6]])
     received = torch.tensor([[10.0] * 10, [5.0, 5, 5, 5, *[0.0] * 6]])
     shape = shape_of(6, layers=1, heads=2, least=4, bounded=True)

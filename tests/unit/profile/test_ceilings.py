@@ -21,7 +21,7 @@ from quire.profile.ceilings import QUICK_PROFILE, THOROUGH_PROFILE
 MACHINE = Machine(cpu="a processor", threads=1, torch="2.13.0")
 
 
-def test_rates_of_half_second_calls(monkeypatch: pytest.MonkeyPatch):
+def test_rates_are_medians_without_the_first_call_of_a_written_buffer(monkeypatch):
     """1,024 B read in 0.5 s; 512 B copied; 2 * 3 * 5 * 7 = 210 FLOPs: each twice in a second."""
 
     def elapsed(call: Callable[[], object]) -> float:
@@ -34,6 +34,13 @@ def test_rates_of_half_second_calls(monkeypatch: pytest.MonkeyPatch):
     assert probe.read_rate() == 2048
     assert probe.copy_rate() == 1024
     assert ceilings.ProductProbe("float32", 3, 5, 7).rate() == 420
+
+    # Times 100 (not counted), 1, 2, 9: the median is 2 s for 16 B.
+    times = iter([100.0, 1.0, 2.0, 9.0])
+    monkeypatch.setattr(ceilings, "seconds", lambda _call: next(times))
+    config = replace(ceilings.QUICK_PROFILE, repeats=3)
+    assert ceilings.median_rate(ceilings.MemoryProbe(16).read_rate, config) == 8.0
+    assert ceilings.touched_buffer(4096).tolist() == [1] * 4096
 
 
 def test_every_configured_rate_is_measured():
@@ -48,15 +55,6 @@ def test_every_configured_rate_is_measured():
     assert found.copies["cpu"].out.bytes_per_s > 0
     swaps = 2 * len(ceilings.QUICK_PROFILE.swap_bytes) * len(found.copies)
     assert len(messages) == 1 + len(found.products) + swaps
-
-
-def test_rate_is_the_median_without_the_first_call_of_a_written_buffer(monkeypatch):
-    """Times 100 (not counted), 1, 2, 9: the median is 2 s for 16 B."""
-    times = iter([100.0, 1.0, 2.0, 9.0])
-    monkeypatch.setattr(ceilings, "seconds", lambda _call: next(times))
-    config = replace(ceilings.QUICK_PROFILE, repeats=3)
-    assert ceilings.median_rate(ceilings.MemoryProbe(16).read_rate, config) == 8.0
-    assert ceilings.touched_buffer(4096).tolist() == [1] * 4096
 
 
 CPU = torch.device("cpu")

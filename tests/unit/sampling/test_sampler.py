@@ -116,7 +116,7 @@ def test_blocks_of_rows_give_equal_tokens(rows_at_once, greedy_rows, monkeypatch
     assert sum(sizes) == len(MIXED) - 1 + sum(row.params.logprobs is not None for row in rows)
 
 
-def test_greedy_paths_and_wide_rows_equal_the_general_path(sampler):
+def test_greedy_rows_equal_the_general_path_and_need_only_an_argmax(sampler, monkeypatch):
     assert device_sampling.block_rows(torch.empty(2, 1 << 26, device="meta")) == 1
     assert device_sampling.block_rows(torch.empty(256, 1 << 17, device="meta")) == 32
 
@@ -129,8 +129,6 @@ def test_greedy_paths_and_wide_rows_equal_the_general_path(sampler):
     assert fast == slow
     assert [token.token_id for token in fast] == logits.float().argmax(dim=-1).tolist()
 
-
-def test_greedy_rows_need_only_an_argmax(sampler, monkeypatch):
     functions = ("sampler.edit", "device_sampling.edit", "device_sampling.narrow")
     for name in (*functions, "sampler.sampling.score"):
         monkeypatch.setattr(f"quire.sampling.{name}", pytest.fail)
@@ -195,7 +193,7 @@ BAD = [(((9,),), {9}), (((6, 7, 9),), {9}), (((7, 9), (3,)), {3, 9}), (((5, 7, 9
 BAD += [(((1, 1, 1, 1, 5, 6, 7, 9),), set())]
 
 
-def test_options_equal_those_of_transformers(sampler):
+def test_options_equal_those_of_transformers_and_only_repetition_counts_the_prompt(sampler):
     logits = random_logits(1)
     logits[0, 9], logits[0, 3] = 50, 40
     for bad_token_ids, banned in BAD:
@@ -218,8 +216,6 @@ def test_options_equal_those_of_transformers(sampler):
         assert token.token_id == process(torch.tensor([[5, 6, 7, *output]]), logits).argmax()
     assert sampler.sample(logits, [Row(ignoring)])[0].token_id == 1
 
-
-def test_repetition_penalty_includes_the_prompt_and_presence_penalty_does_not(sampler):
     logits = torch.zeros(2, VOCAB)
     logits[:, 5], logits[:, 6], logits[:, 8] = 3.0, 2.5, 2.0
     penalties = (SamplingParams(repetition_penalty=2.0), SamplingParams(presence_penalty=2.0))

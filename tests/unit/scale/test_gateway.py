@@ -88,7 +88,7 @@ def post(replicas, path="/v1/completions", body=None, *, keys=None, headers=(), 
     return start["status"], dict(start["headers"]), b"".join(part["body"] for part in parts)
 
 
-def test_responses_pass_unchanged_and_requests_without_output_are_repeated():
+def test_responses_pass_unchanged_and_attempts_without_output_are_repeated():
     whole = first(b'{"id": 1}', status=201, headers=(*JSON, (b"x-a", b"1")), is_last=True)
     status, headers, body = post(FakeReplicas([whole]))
     assert (status, headers[b"x-a"], body) == (201, b"1", b'{"id": 1}')
@@ -107,8 +107,6 @@ def test_responses_pass_unchanged_and_requests_without_output_are_repeated():
     assert len(replicas.calls) == 3
     assert len(ids) == 1
 
-
-def test_attempts_end_with_another_replica_or_an_error():
     refusal = first(b'{"error": {}}', status=503, headers=JSON, is_last=True)
     replicas = FakeReplicas([first(COMMENT), Lost], [refusal])
 
@@ -325,7 +323,7 @@ def greedy_text(replica):
     return json.loads(part.body)["choices"][0]["text"]
 
 
-def test_a_closed_iterator_cancels_the_request(replica):
+def test_closed_iterators_cancel_and_reports_count_received_requests(replica):
     async def main():
         body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "stream": True}
         stream = replica.forward(call("/v1/completions", body))
@@ -341,8 +339,6 @@ def test_a_closed_iterator_cancels_the_request(replica):
     assert before["running_requests"] == 1
     assert before["active_kv_bytes"] > 0
 
-
-def test_reports_count_received_requests_and_errors_and_probes_pass(replica):
     async def main():
         before = await replica.record_routing_stats()
         await parts_of(replica, call("/ready", method="GET"))

@@ -99,7 +99,7 @@ def test_pages_scattered_over_slabs_do_not_stall_a_request_that_fits_alone(seed)
     load.run()
 
 
-def test_new_requests_do_not_starve_an_atomic_chunk():
+def test_atomic_chunk_is_neither_starved_by_new_requests_nor_divided_among_tenants():
     """Its chunks of 10 tokens fill a step of 10: none is scheduled while other requests decode."""
     rule, steps = EvictionSpec(cap=20, every=10), {"max_num_batched_tokens": 10}
     load = Load(
@@ -114,6 +114,15 @@ def test_new_requests_do_not_starve_an_atomic_chunk():
 
     assert sum(request.progress.state is RequestState.FINISHED for request in short) < 4
     load.run()
+
+    # Under eviction a step of 7 tokens holds one chunk of 7, even if other tenants wait.
+    setting = Setting(cap=20, pages=60, max_num_batched_tokens=7, max_num_seqs=2, guaranteed=0)
+    load = SchedulerLoad(setting)
+    for text in (1, 2, 1, 2):
+        load.submit(load.request(60, 1, text=text))
+    load.drain()
+    assert load.scheduler.num_preemptions == 0
+    assert load.processed_tokens == 4 * 60
 
 
 def test_prompt_tokens_scored_per_step_are_bounded():
@@ -131,17 +140,6 @@ def test_prompt_tokens_scored_per_step_are_bounded():
 
     load.scheduler.commit = checked
     load.run()
-
-
-def test_atomic_chunk_is_not_divided_among_tenants():
-    """Under eviction a step of 7 tokens holds one chunk of 7, even if other tenants wait."""
-    setting = Setting(cap=20, pages=60, max_num_batched_tokens=7, max_num_seqs=2, guaranteed=0)
-    load = SchedulerLoad(setting)
-    for text in (1, 2, 1, 2):
-        load.submit(load.request(60, 1, text=text))
-    load.drain()
-    assert load.scheduler.num_preemptions == 0
-    assert load.processed_tokens == 4 * 60
 
 
 def test_typical_step_passes_few_files():

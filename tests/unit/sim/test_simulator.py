@@ -550,20 +550,13 @@ def test_copy_time_is_bytes_divided_by_rate():
     assert copies.unpaid_s() == 0.0
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, "quire-tiny"])
-def test_every_named_model_shape_can_be_timed(name):
-    assert timed(StepTimer(model_shape(name), RATES), [(1, 10)], 1) > RATES.overhead_s
-
-
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [
-        *(("llama-3-8b", 8.03), ("llama-3.1-70b", 70.6), ("llama-3.2-1b", 1.24)),
-        *(("qwen2.5-7b", 7.62), ("opt-6.7b", 6.66)),
-    ],
-)
-def test_named_model_shapes_have_the_published_number_of_parameters(name, billions):
-    assert model_shape(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.005)
+def test_named_model_shapes_can_be_timed_and_have_the_published_number_of_parameters():
+    for name in (*CONFIGS, "quire-tiny"):
+        assert timed(StepTimer(model_shape(name), RATES), [(1, 10)], 1) > RATES.overhead_s, name
+    billions = {"llama-3-8b": 8.03, "llama-3.1-70b": 70.6, "llama-3.2-1b": 1.24}
+    for name, number in (billions | {"qwen2.5-7b": 7.62, "opt-6.7b": 6.66}).items():
+        found = model_shape(name).num_parameters / 1e9
+        assert found == pytest.approx(number, rel=0.005), name
 
 
 def test_machines_are_scaled_by_efficiency_or_refused():

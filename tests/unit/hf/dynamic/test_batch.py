@@ -395,7 +395,7 @@ def test_static_batches_stay_within_capacity_tokens(rule):
     assert [len(handle.token_ids) for handle in handles] == new_tokens
 
 
-def test_query_moved_to_a_batch_without_swap_space_is_recomputed():
+def test_query_moved_to_a_batch_that_holds_it_is_recomputed_without_swap_space():
     first, second = DynamicBatch(build("llama")), DynamicBatch(build("llama"), swap_space=0)
     handle = first.submit(EIGHT[0], 10)
     for _ in range(4):
@@ -408,8 +408,6 @@ def test_query_moved_to_a_batch_without_swap_space_is_recomputed():
     check_empty(first)
     check_empty(second)
 
-
-def test_adopt_requires_an_extracted_query_that_fits():
     first, small = DynamicBatch(build("llama")), DynamicBatch(build("llama"), capacity_tokens=20)
     handle = first.submit([3] * 15, 10)
     first.step()
