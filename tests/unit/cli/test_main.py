@@ -206,16 +206,6 @@ def test_invalid_size_is_refused_with_its_option_name(name, size):
     assert f"'{size}'" in result.output
 
 
-def test_missing_batch_arguments_and_an_output_that_is_a_folder_are_named(tmp_path):
-    (tmp_path / "in.jsonl").write_text("{}")
-    for folder in (".", "/"):
-        result = quire("batch", "quire-tiny", str(tmp_path / "in.jsonl"), folder)
-        assert result.exit_code == 2
-        assert result.output.startswith("error: expected a file for the records, got")
-    for model in ("quire-tiny", str(tmp_path)):
-        assert "OUTPUT is missing" in quire("batch", model, "in.jsonl").output
-
-
 @pytest.mark.parametrize("arguments", [["--help"], ["policies"], ["plan", "quire-tiny"]])
 def test_closed_pipe_ends_the_command_silently(arguments):
     reader, writer = os.pipe()
@@ -228,7 +218,7 @@ def test_closed_pipe_ends_the_command_silently(arguments):
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_wrong_value_names_its_flag_and_a_remedy(tmp_path):
+def test_wrong_values_and_missing_arguments_name_their_flag_and_a_remedy(tmp_path):
     for option, value, expected in (
         ("--max-tokens", "-1", "max_tokens must be an integer in [0, 2147483647]"),
         ("--top-p", "3", "top_p must be"),
@@ -242,3 +232,11 @@ def test_wrong_value_names_its_flag_and_a_remedy(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     result = quire("plan", str(tmp_path / "config.json"))
     assert (result.exit_code, "it is a file, not a model folder" in result.output) == (2, True)
+
+    (tmp_path / "in.jsonl").write_text("{}")
+    for folder in (".", "/"):
+        result = quire("batch", "quire-tiny", str(tmp_path / "in.jsonl"), folder)
+        assert result.exit_code == 2
+        assert result.output.startswith("error: expected a file for the records, got")
+    for model in ("quire-tiny", str(tmp_path)):
+        assert "OUTPUT is missing" in quire("batch", model, "in.jsonl").output

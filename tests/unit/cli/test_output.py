@@ -93,7 +93,9 @@ def test_long_names_wrap_and_are_not_cut(columns, monkeypatch, capsys):
     assert max(map(len, lines)) <= int(columns)
 
 
-def test_scores_of_an_evaluation_fit_into_80_columns(monkeypatch, capsys):
+def test_scores_fit_into_80_columns_but_lines_of_a_file_may_be_wide_and_markup_is_text(
+    monkeypatch, capsys
+):
     monkeypatch.delenv("COLUMNS", raising=False)
     resources = {"prompt_tokens": 400, "output_tokens": 9, "kv_peak_bytes": 134_400}
     scores = [number / 100 for number in range(1, 100)] * 2
@@ -108,8 +110,6 @@ def test_scores_of_an_evaluation_fit_into_80_columns(monkeypatch, capsys):
     cells = "niah_multiquery_512;recall;cap=25%,;0.459 to 0.541;131.25 KiB;window=16"
     assert all(text in shown for text in cells.split(";")), shown
 
-
-def test_markup_in_cells_is_text_and_lines_of_a_file_may_be_wide(monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS", raising=False)
     show_table("[bold]", ("a", "value"), [("[red]x[/red]", "x" * 120)])
 
@@ -178,7 +178,7 @@ def test_terminal_shows_kv_memory_use_and_completed_requests(monkeypatch, stats)
     assert "KV 40%, 3 running, 5 waiting" in screen.getvalue()
 
 
-def test_without_a_terminal_no_line_is_shown_and_no_stats_are_read(monkeypatch):
+def test_stats_are_read_a_few_times_per_second_and_only_for_a_terminal(monkeypatch, stats):
     not_a_terminal = io.StringIO()
     monkeypatch.setattr(sys, "stderr", not_a_terminal)
     reads = []
@@ -188,8 +188,6 @@ def test_without_a_terminal_no_line_is_shown_and_no_stats_are_read(monkeypatch):
 
     assert (not_a_terminal.getvalue(), reads) == ("", [])
 
-
-def test_stats_are_read_at_max_a_few_times_per_second(monkeypatch, stats):
     monkeypatch.setattr(sys, "stderr", Terminal())
     reads = []
 

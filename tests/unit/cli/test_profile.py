@@ -129,7 +129,7 @@ def quire_calibrate(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["quire-tiny", *arguments])
 
 
-def test_calibrate_writes_a_file_per_side_that_needs_constants(tmp_path):
+def test_calibrate_writes_a_file_per_side_that_needs_constants_also_for_a_text(tmp_path):
     options = ("--kv-codec", "int4; int4:equalise=1/int8; int8_channel/int4", "--tokens", "512")
     result = quire_calibrate("--output", str(tmp_path), *options, "--json")
     assert result.exception is None, result.output
@@ -143,8 +143,6 @@ def test_calibrate_writes_a_file_per_side_that_needs_constants(tmp_path):
     assert 0 < claims["int8_channel/int4_product_error"] < claims["int4_product_error"]
     assert claims["int8_channel/int4_value_error"] == claims["int4_value_error"]
 
-
-def test_calibrate_on_a_text_file(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The keys of a cache have channels that are large in all tokens. " * 20)
     result = quire_calibrate("--text", str(text), "--kv-codec", "int8", "--tokens", "128")

@@ -223,7 +223,13 @@ def test_auto_size_is_the_peak_of_all_requests(name, evict, page_tokens):
     assert memory.total_bytes <= 3 * admission.peak_bytes(need) + 4 * MIB
 
 
-def test_activations_on_a_device_include_the_scratch_memory_of_sampling(monkeypatch):
+def test_activations_on_a_device_include_the_bounded_scratch_memory_of_sampling(monkeypatch):
+    few, many = (sampling_scratch_bytes(rows, 128_256) for rows in (2, 1_000))
+    assert few == 2 * 128_256 * SCRATCH_BYTES_OF_TOKEN
+    assert SCRATCH_BYTES - 128_256 * SCRATCH_BYTES_OF_TOKEN < many <= SCRATCH_BYTES
+    one_row = SCRATCH_BYTES * SCRATCH_BYTES_OF_TOKEN
+    assert sampling_scratch_bytes(4, SCRATCH_BYTES) == one_row  # of a huge vocabulary
+
     decoder, step_bytes = random_model(SHAPES["tiny"](), dtype=torch.float32).decoder, 5_000
     monkeypatch.setattr(decoder, "device", torch.device("cuda"))
     monkeypatch.setattr(kv_memory, "run_largest_step", lambda *args: None)
@@ -237,14 +243,6 @@ def test_activations_on_a_device_include_the_scratch_memory_of_sampling(monkeypa
     scratch_bytes = schedule.num_rows * decoder.spec.vocab_size * SCRATCH_BYTES_OF_TOKEN
     assert found == step_bytes + scratch_bytes
     assert measure_activation_peak(decoder, schedule, 2) == step_bytes + 2 * scratch_bytes
-
-
-def test_scratch_memory_of_sampling_is_bounded_by_its_blocks():
-    few, many = (sampling_scratch_bytes(rows, 128_256) for rows in (2, 1_000))
-    assert few == 2 * 128_256 * SCRATCH_BYTES_OF_TOKEN
-    assert SCRATCH_BYTES - 128_256 * SCRATCH_BYTES_OF_TOKEN < many <= SCRATCH_BYTES
-    one_row = SCRATCH_BYTES * SCRATCH_BYTES_OF_TOKEN
-    assert sampling_scratch_bytes(4, SCRATCH_BYTES) == one_row  # of a huge vocabulary
 
 
 @pytest.mark.parametrize(

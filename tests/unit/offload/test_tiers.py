@@ -78,7 +78,7 @@ def test_written_bytes_and_tensors_are_read_whole_and_in_ranges(tier):
     assert torch.equal(restored, tensor)
 
 
-def test_second_write_replaces_and_drop_frees(tier):
+def test_second_write_replaces_drop_frees_and_too_large_reads_or_entries_are_refused(tier):
     tier.write("a", data_of(MIB, 1))
     tier.write("a", data_of(3 * MIB, 2))
     assert read(tier, "a", 3 * MIB) == data_of(3 * MIB, 2)
@@ -89,6 +89,14 @@ def test_second_write_replaces_and_drop_frees(tier):
     assert tier.used_bytes == 0
     with pytest.raises(StorageError, match="nothing is stored under 'a'"):
         read(tier, "a", 1)
+
+    tier.write("a", data_of(100))
+    for first, count in ((0, 101), (50, 51), (101, 0)):
+        with pytest.raises(StorageError, match="100 B"):
+            read(tier, "a", count, first)
+    with pytest.raises(TierFull, match="'b' needs"):
+        tier.write("b", data_of(9 * MIB))
+    assert tier.names() == {"a"}
 
 
 def test_full_tier_names_what_to_drop_or_evicts_by_itself(tier):
@@ -123,16 +131,6 @@ def test_what_other_objects_write_is_added(tmp_path, request, redis_url):
         assert first.names() == {"a"}
         first.close()
         second.close()
-
-
-def test_reads_beyond_an_entry_and_entries_larger_than_the_tier_are_refused(tier):
-    tier.write("a", data_of(100))
-    for first, count in ((0, 101), (50, 51), (101, 0)):
-        with pytest.raises(StorageError, match="100 B"):
-            read(tier, "a", count, first)
-    with pytest.raises(TierFull, match="'b' needs"):
-        tier.write("b", data_of(9 * MIB))
-    assert tier.names() == {"a"}
 
 
 def test_threads_can_share_a_tier(tier):

@@ -202,28 +202,26 @@ def test_verdict_says_that_not_one_request_fits(rows, reason):
     assert "0 rows" not in verdict.reasons[-1]
 
 
+SMALL = {"speeds": (1.0, 1.0, 1.0, 9.0), "new": 512}
+
+
 @pytest.mark.parametrize(
-    ("batch", "pays", "reason"),
+    ("rows", "options", "pays", "reason"),
     [
-        (2, False, "memory suffices"),
-        (3, False, "the whole prompts of the fixed batch of 3 rows fit"),
-        (8, True, "3 rows only"),
-        (9, False, "no variant fits 9 rows"),
+        ((2, 3, 3, 8), {"batch": 2}, False, "memory suffices"),
+        ((2, 3, 3, 8), {"batch": 3}, False, "the whole prompts of the fixed batch of 3 rows fit"),
+        ((2, 3, 3, 8), {"batch": 8}, True, "3 rows only"),
+        ((2, 3, 3, 8), {"batch": 9}, False, "no variant fits 9 rows"),
+        ((9, 9, 9, 12), SMALL | {"prompt": 896}, False, "is within the cap"),
+        # 385 + 512 - 1 = 896 tokens: exactly the cap
+        ((9, 9, 9, 12), SMALL | {"prompt": 385}, False, "nothing is evicted"),
     ],
 )
-def test_fixed_batch_pays_only_if_whole_prompts_do_not_fit(batch, pays, reason):
-    verdict = verdict_of((2, 3, 3, 8), batch=batch)
+def test_fixed_batch_pays_only_if_prompts_do_not_fit_and_exceed_the_cap(
+    rows, options, pays, reason
+):
+    verdict = verdict_of(rows, **options)
     assert verdict.pays is pays
-    assert reason in verdict.reasons[0]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "new", "reason"), [(896, 512, "is within the cap"), (385, 512, "nothing is evicted")]
-)
-def test_prompt_within_the_cap_does_not_pay(prompt, new, reason):
-    """385 + 512 - 1 = 896 tokens: exactly the cap."""
-    verdict = verdict_of((9, 9, 9, 12), prompt=prompt, new=new, speeds=(1.0, 1.0, 1.0, 9.0))
-    assert verdict.pays is False
     assert reason in verdict.reasons[0]
 
 

@@ -269,30 +269,19 @@ def test_percent_cap_is_raised_until_its_budget_leaves_every_lane_the_minimum(na
         assert spec == spec_of(f"{name}:cap={spec.cap},when={when},budget={budget}", prompt_tokens)
 
 
-@pytest.mark.parametrize(
-    ("text", "prompt_tokens", "cap"),
-    [
+def test_percent_cap_is_raised_to_the_tokens_that_an_eviction_must_leave_or_refused():
+    for text, prompt_tokens, cap in (
         ("recent:cap=25%,sinks=4", 276, 69),
         ("recent:cap=25%,every=64", 200, 65),
         ("recent:cap=25%,sinks=4,every=64", 275, 69),
         ("recent:cap=25%,sinks=4,every=64", 280, 70),
         ("recent:cap=1%,sinks=1,when=prefill_end", 9, 2),
-    ],
-)
-def test_percent_cap_is_raised_to_the_tokens_that_an_eviction_must_leave(text, prompt_tokens, cap):
-    assert spec_of(text, prompt_tokens).cap == cap
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"recent:cap=25%,every={MOST}",
-        "recent:cap=50%,budget=(by_layer:factors=999999999x3/0.000000001)",
-    ],
-)
-def test_percent_cap_that_no_number_of_tokens_replaces_is_refused_for_every_prompt(text):
-    for prompt_tokens in (1, 300, 1 << 20):
-        assert "expected 1 <= every < cap" in str(refusal(text, prompt_tokens))
+    ):
+        assert spec_of(text, prompt_tokens).cap == cap, (text, prompt_tokens)
+    budget = "(by_layer:factors=999999999x3/0.000000001)"
+    for text in (f"recent:cap=25%,every={MOST}", f"recent:cap=50%,budget={budget}"):
+        for prompt_tokens in (1, 300, 1 << 20):  # no number of tokens replaces it
+            assert "expected 1 <= every < cap" in str(refusal(text, prompt_tokens))
 
 
 def test_cap_in_bytes_includes_statistics_per_sequence():

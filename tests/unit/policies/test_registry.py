@@ -182,26 +182,19 @@ def test_classes_can_be_registered_again_and_budgets_need_plain_defaults():
         registry.register_budget("odd")(nested)
 
 
-@pytest.mark.parametrize("name", ["cap", "every", "when", "budget", "granularity", "chunk_tokens"])
-def test_schedule_option_names_are_reserved(name):
-    reserved = make_dataclass("Reserved", [(name, int, 1)], bases=(Recent,), frozen=True)
-
-    expected = f"option '{name}' of policy 'reserved' is reserved for the schedule"
-    with pytest.raises(ConfigError, match=expected):
-        registry.register("reserved")(reserved)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_schedule_option_names_are_reserved_and_option_values_of_wrong_type_refused():
+    for name in ("cap", "every", "when", "budget", "granularity", "chunk_tokens"):
+        reserved = make_dataclass("Reserved", [(name, int, 1)], bases=(Recent,), frozen=True)
+        expected = f"option '{name}' of policy 'reserved' is reserved for the schedule"
+        with pytest.raises(ConfigError, match=expected):
+            registry.register("reserved")(reserved)
+    for text, message in (
         ("scissorhands:share=yes", "option share needs true or false, got 'yes'"),
         ("rkv:threshold=nan", "option threshold needs a finite number, got 'nan'"),
         ("expected_attention:epsilon=inf", "option epsilon needs a finite number, got 'inf'"),
         ("value_norm:base=full", "'full' retains all tokens and cannot be nested in another rule"),
         ("value_norm:power=long", "option power needs a finite number, got 'long'"),
         ("h2o:recent=1.5", "option recent needs a whole number, got '1.5'"),
-    ],
-)
-def test_option_value_of_wrong_type_is_refused(text, message):
-    with pytest.raises(ConfigError, match=message):
-        registry.make_policy(text)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            registry.make_policy(text)

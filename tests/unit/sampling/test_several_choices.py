@@ -130,7 +130,7 @@ def test_choices_equal_runs_with_their_seeds_of_one_prefilled_prompt(model, llam
     assert [delta.finish_reason for delta in deltas[-2:]] == ["length"] * 2
 
 
-def test_best_of_returns_the_max_likely_choices_in_order(llama):
+def test_choices_differ_without_a_seed_and_best_of_returns_the_max_likely_in_order(llama):
     best = run_one(engine_of(llama), drawn(n=2, best_of=5))
     candidates = [run_single(llama, seed, logprobs=0) for seed in range(5, 10)]
     ranked = sorted(candidates, key=lambda o: -sum(token.logprob for token in o.logprobs))
@@ -142,6 +142,11 @@ def test_best_of_returns_the_max_likely_choices_in_order(llama):
     assert best.choices[0].score > best.choices[1].score
     assert best.logprobs is None  # not requested
     assert best.usage.completion_tokens == 50  # includes dropped choices
+
+    done = run_one(engine_of(llama), drawn(n=4, seed=None))
+    choices = {choice.token_ids for choice in done.choices}
+    assert len(choices) > 1
+    assert {len(tokens) for tokens in choices} == {10}
 
 
 def test_ranked_choices_follow_their_ends_and_scores_no_best_choice(llama):
@@ -353,13 +358,6 @@ def test_never_fitting_requests_and_beams_are_refused_completely(llama):
     with pytest.raises(NeverFits, match=f"in {most + 1} beams need .* use fewer beams"):
         engine.submit(GenerationRequest(PROMPT, beams(beam_width=most + 1)))
     assert len(run_one(engine, beams(beam_width=most)).choices) == 2
-
-
-def test_choices_differ_without_a_seed(llama):
-    done = run_one(engine_of(llama), drawn(n=4, seed=None))
-    choices = {choice.token_ids for choice in done.choices}
-    assert len(choices) > 1
-    assert {len(tokens) for tokens in choices} == {10}
 
 
 # ---- beams -------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def test_each_request_counts_its_own_statistics_and_pages_it_will_write():
 # ---- sharing -------------------------------------------------------------------------------------
 
 
-def test_forks_share_whole_pages_but_none_of_windows_or_statistics():
+def test_forks_share_whole_pages_but_none_of_windows_statistics_or_unknown_caps():
     peaks = peaks_of(None, statistics=(SUMS,))
     eviction = EvictionSpec(cap=20, every=4, statistics=(SUMS,))
 
@@ -169,9 +169,7 @@ def test_forks_share_whole_pages_but_none_of_windows_or_statistics():
     assert peaks.forked_counts(48, [Need(52, 48)] * 4).tolist() == [4 * 4 * group.num_lanes]
     assert peaks.forked_counts(8, [Need(12, 8)] * 4).tolist() == [(2 + 4) * group.num_lanes]
 
-
-def test_forks_share_nothing_if_the_prompt_may_give_a_lane_a_lower_cap():
-    """Until the prompt is computed, the maximum of each lane is reserved: here all tokens."""
+    # Until the prompt is computed, the maximum of each lane is reserved: here all tokens.
     peaks = peaks_of(None)
     unknown = EvictionSpec(
         cap=20, every=4, when=PREFILL_END, lane_capacities=(UNLIMITED,) * 2, from_prompt=True
