@@ -122,6 +122,8 @@ def test_model_without_a_tokenizer_accepts_token_ids_only(send, llm, monkeypatch
 def test_draining_server_is_healthy_and_not_ready(serve):
     async def main(client):
         before = await client.get("/ready")
+        for method in ("GET", "POST"):
+            assert (await client.request(method, "/ping")).status_code == 200
         client._transport.app.state.service.drain()
         after = [await client.get(path) for path in ("/ready", "/health")]
         return before, *after, await client.post("/tokenize", json={"prompt": "Once"})
@@ -151,11 +153,6 @@ def test_documentation_needs_no_key_and_no_other_host(serve):
     assert [found.status_code for found in files] == [200] * 3
     assert sum(len(found.content) for found in files) > 1_000_000
     assert "/v1/chat/completions" in schema.json()["paths"]
-
-
-@pytest.mark.parametrize("method", ["GET", "POST"])
-def test_ping_is_the_health(serve, method):
-    assert serve(lambda client: client.request(method, "/ping")).status_code == 200
 
 
 def test_load_is_the_number_of_open_requests_also_of_a_tenant(serve):

@@ -154,15 +154,13 @@ def test_one_invalid_option_or_prompt_refuses_all_before_any_request_runs(llm):
     assert llm.stats().num_steps == 0
 
 
-def test_interleaved_streams_each_yield_their_own_output(llm, expected):
+def test_interleaved_streams_each_yield_their_own_output_also_if_one_is_closed(llm, expected):
     streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS]
     with pytest.raises(ZeroDivisionError):  # cancels its own requests
         llm.generate(PROMPTS, GREEDY, progress=lambda *_: 1 // 0)
     rounds = list(itertools.zip_longest(*streams))
     assert [tokens_of(filter(None, deltas)) for deltas in zip(*rounds, strict=True)] == expected
 
-
-def test_closing_one_stream_does_not_affect_the_others(llm, expected):
     only = llm.stream(PROMPTS[0], GREEDY)
     next(only)
     assert llm.stats().kv_used_bytes
@@ -212,32 +210,21 @@ def test_closing_ends_open_requests_and_a_closed_llm_refuses_others(llm, model, 
     assert llm.encode(PROMPTS[0]) == PROMPTS[0]
 
 
-@pytest.mark.parametrize(
-    ("given", "prompts"),
-    [
+def test_prompts_and_lists_of_prompts_are_distinguished_and_invalid_types_refused():
+    for given, prompts in (
         *(("text", ["text"]), (["a", "b"], ["a", "b"]), (("a", [1, 2]), ["a", [1, 2]])),
         *(([1, 2], [[1, 2]]), (np.array([1, 2]), [[1, 2]]), ((text for text in "ab"), ["a", "b"])),
         ([], []),
-    ],
-    ids=["text", "texts", "text and ids", "ids", "array", "generator", "nothing"],
-)
-def test_single_prompt_and_prompt_list_are_distinguished(given, prompts):
-    assert as_prompts(given) == prompts
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
+    ):
+        assert as_prompts(given) == prompts
+    for prompt, message in (
         *((b"text", "got bytes; decode it"), (None, "got NoneType")),
         *(({"prompt": "text"}, "got dict"), (1.5, "got float")),
         (torch.tensor([1, 2]), r"got Tensor; pass prompt.tolist\(\)"),
-    ],
-    ids=repr,
-)
-def test_prompt_of_invalid_type_is_refused(prompt, message):
-    for item in as_prompts(prompt):
-        with pytest.raises(RequestError, match=message):
-            as_token_ids(item)
+    ):
+        for item in as_prompts(prompt):
+            with pytest.raises(RequestError, match=message):
+                as_token_ids(item)
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_total_claim_pairs_rounds_with_the_fastest_peer():
     assert claims == {"total_vs_best_peer": 0.8}
 
 
-def test_user_claims_exclude_peers_with_smaller_weights():
+def test_claims_compare_equal_weights_of_users_and_equal_eviction_in_fixed_memory():
     """OpenVINO decodes 4 times faster with half the bytes; vLLM twice as fast with equal bytes."""
     for name, claim in (("1x8+3", "one_user"), ("8x8+3", "eight_users")):
         work = shape(name)
@@ -129,8 +129,6 @@ def test_user_claims_exclude_peers_with_smaller_weights():
         assert found.claims[f"{claim}_vs_best_peer"] == pytest.approx(0.5)
         assert found.best_peers[f"{claim}_vs_best_peer"] == "vllm"
 
-
-def test_fixed_memory_claims_compare_full_with_full_and_evicting_with_evicting():
     work = shape("fixed:4x8+2")
     steps = {"quire": 2, "quire_evict": 1, "openvino": 4, "openvino_evict": 3, "vllm": 8}
     rounds = [{name: measures(work, step_s) for name, step_s in steps.items()}]
@@ -141,12 +139,8 @@ def test_fixed_memory_claims_compare_full_with_full_and_evicting_with_evicting()
         "fixed_kv_vs_openvino_evicting": pytest.approx(3),
     }
     work = shape("32x8+2")  # without the others in each round
-    assert (
-        peer_measures.part_claims(
-            "125m", work, [{"quire": measures(work, 1.0)}, {}], ENGINES
-        ).claims
-        == {}
-    )
+    alone = [{"quire": measures(work, 1.0)}, {}]
+    assert peer_measures.part_claims("125m", work, alone, ENGINES).claims == {}
 
 
 @pytest.fixture
@@ -172,8 +166,8 @@ def made_part(tmp_path, monkeypatch):
     return PeersPart(config=settings, engines=ENGINES, cells=cells, **run_of), ran
 
 
-def test_an_engine_that_fails_has_a_row_with_its_error(made_part):
-    part, _ = made_part
+def test_an_engine_that_fails_has_a_row_with_its_error_and_is_repeated(made_part, tmp_path):
+    part, ran = made_part
     found = part.run()
     [table] = found.tables
     rows = {row[0]: dict(zip(COLUMNS, row, strict=True)) for row in table.rows}
@@ -187,10 +181,6 @@ def test_an_engine_that_fails_has_a_row_with_its_error(made_part):
     assert len(found.raw["cells"]) == 2 * len(rows)
     assert PartResult.from_json(json.loads(json.dumps(found.to_json()))) == found
 
-
-def test_a_resumed_run_repeats_failed_cells_only(made_part, tmp_path):
-    part, ran = made_part
-    first = part.run()
     ran.clear()
     with (tmp_path / "cells.jsonl").open("a") as file:
         file.write('{"key": {')  # an interrupted run
@@ -198,7 +188,7 @@ def test_a_resumed_run_repeats_failed_cells_only(made_part, tmp_path):
     again = replace(part, cells=peer_measures.Cells(tmp_path / "cells.jsonl")).run()
 
     assert {name for _, name in ran} == {"vllm", "llamacpp"}
-    assert again.tables[0].rows[0] == first.tables[0].rows[0]
+    assert again.tables[0].rows[0] == found.tables[0].rows[0]
     ran.clear()
     replace(part, cells=peer_measures.Cells(tmp_path / "cells.jsonl"), commit="def").run()
     assert len(ran) == 2 * 6
@@ -210,9 +200,8 @@ def test_result_is_the_last_json_object_and_max_at_once_counts_open_requests():
     failed = result_of(-9, "", "Traceback\nValueError: too small\n(worker) shut down\n")
     assert failed == Failure("exit status -9: ValueError: too small")
     assert peer_measures.max_at_once([[1.0, 2.0, 3.0], [2.5, 4.0], [3.5, 5.0]]) == 2
-    assert (
-        peer_measures.max_at_once([[1.0, 2.0], [2.0, 3.0]]) == 1
-    )  # the second starts when the first ends
+    # the second starts when the first ends
+    assert peer_measures.max_at_once([[1.0, 2.0], [2.0, 3.0]]) == 1
     assert peer_measures.max_at_once([]) == 0
 
 

@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import pytest
 
 from quire.errors import ConfigError, UnknownName
@@ -141,15 +143,12 @@ def test_one_codec_applies_to_latents_only(text, expected):
     assert fill_plain(written, "float16", latent=True) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "page_tokens", "recent"),
-    [
+def test_number_of_newest_tokens_in_full_precision():
+    for text, page_tokens, recent in (
         *(("int4+sinks=3", 16, 0), ("int4+residual=9", 16, 9), ("kivi4", 32, 31), ("kivi4", 1, 0)),
         *(("kivi4+residual=128", 32, 128), ("int8/int4_page+residual=3", 8, 7)),
-    ],
-)
-def test_number_of_newest_tokens_in_full_precision(text, page_tokens, recent):
-    assert read_format(text).recent(page_tokens) == recent
+    ):
+        assert read_format(text).recent(page_tokens) == recent, text
 
 
 @pytest.mark.parametrize(
@@ -271,24 +270,15 @@ def test_windows_limit_full_precision_and_plain_layers_have_separate_groups():
         ("int4:equalise=1", {"rerotates": True}, "measured on keys after RoPE"),
         (MIXED, {}, "eviction is off"),
         (MIXED, {"evicts": True, "every": 65}, "before the rule scores them"),
+        ("int8", {"evicts": True, "rerotates": True}, None),
+        ("int8/int8_channel", {"evicts": True, "rerotates": True}, None),
+        ("kivi4", {"evicts": True}, None),
+        ("int4+sinks=4+residual=9", {"evicts": True}, None),
+        ("int8+plain_layers=1", {"evicts": True}, None),
+        (MIXED, {"evicts": True, "every": 64}, None),
     ],
 )
-def test_every_excluded_combination_is_rejected(text, requested, reason):
-    storing = Storing(form=read_format(text), **requested)
-    with pytest.raises(ConfigError, match=f"{reason}.*; use "):
-        refuse_excluded(text, storing)
-
-
-@pytest.mark.parametrize(
-    ("text", "requested"),
-    [
-        ("int8", {"evicts": True, "rerotates": True}),
-        ("int8/int8_channel", {"evicts": True, "rerotates": True}),
-        ("kivi4", {"evicts": True}),
-        ("int4+sinks=4+residual=9", {"evicts": True}),
-        ("int8+plain_layers=1", {"evicts": True}),
-        (MIXED, {"evicts": True, "every": 64}),
-    ],
-)
-def test_valid_combination_is_accepted(text, requested):
-    refuse_excluded(text, Storing(form=read_format(text), **requested))
+def test_every_excluded_combination_is_rejected_and_valid_ones_accepted(text, requested, reason):
+    refused = pytest.raises(ConfigError, match=f"{reason}.*; use ") if reason else nullcontext()
+    with refused:
+        refuse_excluded(text, Storing(form=read_format(text), **requested))

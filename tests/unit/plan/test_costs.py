@@ -194,27 +194,20 @@ def test_equal_costs_swap_and_cached_tokens_recompute():
     assert choose(costs, equal, host_bytes=0).how == "recompute"
 
 
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: CopyRate(bytes_per_s=0), "bytes_per_s above 0, got 0"),
-        (lambda: CopyRate(bytes_per_s=math.nan), "above 0, got nan"),
-        (lambda: CopyRate(bytes_per_s=1, call_s=-1), "call_s of 0 seconds or more, got -1"),
-        (lambda: CopyRate(bytes_per_s=1, piece_s=math.inf), "piece_s of 0 seconds"),
-        (lambda: PrefillRates(token_s=0), "token_s above 0"),
-        (lambda: PrefillRates(token_s=1, square_s=-1), "square_s of 0 seconds"),
-        (lambda: costs_of(chunk=0), "chunk_tokens of 1 or more"),
-        (lambda: Holding(tokens=-1, kv_bytes=0), "0 or more"),
-        (
-            lambda: Holding(tokens=1, kv_bytes=0, cached_tokens=2),
-            "at most 1 cached tokens, .* got 2",
-        ),
-    ],
-    ids=["rate", "nan", "call", "piece", "token", "square", "chunk", "negative", "cached"],
-)
-def test_invalid_rates_and_holdings_are_refused(make, match):
-    with pytest.raises(ConfigError, match=match):
-        make()
+def test_invalid_rates_and_holdings_are_refused():
+    for match, make in {
+        "bytes_per_s above 0, got 0": lambda: CopyRate(bytes_per_s=0),
+        "above 0, got nan": lambda: CopyRate(bytes_per_s=math.nan),
+        "call_s of 0 seconds or more, got -1": lambda: CopyRate(bytes_per_s=1, call_s=-1),
+        "piece_s of 0 seconds": lambda: CopyRate(bytes_per_s=1, piece_s=math.inf),
+        "token_s above 0": lambda: PrefillRates(token_s=0),
+        "square_s of 0 seconds": lambda: PrefillRates(token_s=1, square_s=-1),
+        "chunk_tokens of 1 or more": lambda: costs_of(chunk=0),
+        "0 or more": lambda: Holding(tokens=-1, kv_bytes=0),
+        "at most 1 cached .* got 2": lambda: Holding(tokens=1, kv_bytes=0, cached_tokens=2),
+    }.items():
+        with pytest.raises(ConfigError, match=match):
+            make()
 
 
 CONFIG = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 100}

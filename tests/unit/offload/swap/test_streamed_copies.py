@@ -42,7 +42,7 @@ def row_bytes(memory, row):
     return memory.store.read_pages(table.group.page_class, table.row_pages(row)).tobytes()
 
 
-def test_swap_out_and_allocation_of_other_pages_do_not_wait():
+def test_computation_waits_for_pages_in_use_only_and_swap_out_for_none():
     memory, pool, worker = opened()
     row = started(memory, 10)
 
@@ -62,8 +62,6 @@ def test_swap_out_and_allocation_of_other_pages_do_not_wait():
 
     assert (len(fences), worker.num_waiting) == (1, 1)
 
-
-def test_computation_waits_for_pages_that_a_fork_still_uses():
     memory, pool, worker = opened()
     row = started(memory, 10)
     other = fork(memory, row)
@@ -109,17 +107,6 @@ def test_failed_start_of_a_copy_frees_its_space(direction):
     memory.check()
 
 
-def test_full_swap_space_starts_no_copy():
-    memory, worker = one_group(), LazyWorker()
-    pool = HostPool(256, StreamedCopies(HostArray(memory.store, 256), worker, memory.arena.fences))
-    row = started(memory, 40)
-
-    with pytest.raises(HostMemoryFull):
-        swap_out(memory, [row], pool)
-
-    assert (worker.queued, len(memory.arena.fences)) == ([], 0)
-
-
 def test_copies_are_timed_once_they_have_ended():
     memory, pool, worker = opened()
     row = started(memory, 10)
@@ -155,7 +142,7 @@ def add_copy(fences, page, worker):
     fences.add(np.array([page], dtype=np.int32), 64, worker.submit(lambda: None, 64))
 
 
-def test_fences_cover_pages_of_other_sizes_and_end_with_their_copies():
+def test_fences_cover_pages_of_other_sizes_and_streams_and_end_with_their_copies():
     fences, worker = CopyFences(), LazyWorker()
     add_copy(fences, 3, worker)
 
@@ -178,8 +165,6 @@ def test_fences_cover_pages_of_other_sizes_and_end_with_their_copies():
     fences.before_use(np.array([50], dtype=np.int32), 64)  # at the next use of pages, too
     assert len(fences) == 0
 
-
-def test_copy_of_another_stream_is_waited_for_although_a_later_one_has_ended():
     fences, first, second = CopyFences(), LazyWorker(), LazyWorker()
     for page, worker in enumerate((first, second)):
         add_copy(fences, page, worker)
@@ -218,7 +203,7 @@ def pooled(memory, total_bytes=64 * PAGE_BYTES):
     return HostPool(total_bytes, host), host
 
 
-def test_extents_are_contiguous_by_layer_and_separate_by_page_class():
+def test_extents_are_contiguous_by_layer_or_split_over_the_largest_holes():
     memory = one_group(num_lanes=2)
     row = started(memory, 4)
     other = started(memory, 4)
@@ -244,8 +229,6 @@ def test_extents_are_contiguous_by_layer_and_separate_by_page_class():
     assert host.copy_sizes == [2 * 128, 2 * 64]
     assert (pool.used_bytes, pool.peak_bytes) == (384, 384)
 
-
-def test_sequence_without_a_large_enough_hole_is_split_over_the_largest_holes():
     memory = one_group(max_rows=6)
     pool, host = pooled(memory, 10 * PAGE_BYTES)
     swapped_out = [swap_out(memory, [started(memory, 4 * n)], pool) for n in (2, 1, 3, 1, 2)]
@@ -262,7 +245,7 @@ def test_sequence_without_a_large_enough_hole_is_split_over_the_largest_holes():
     pool.check()
 
 
-def test_swap_out_to_a_full_pool_raises_and_keeps_the_sequence():
+def test_swap_out_to_a_full_pool_raises_keeps_the_sequence_and_starts_no_copy():
     memory = one_group()
     pool, _ = pooled(memory, 3 * PAGE_BYTES)
     row = started(memory, 13)
@@ -276,6 +259,15 @@ def test_swap_out_to_a_full_pool_raises_and_keeps_the_sequence():
     assert (pool.used_bytes, pool.peak_bytes) == (0, 0)
     HostPool(0).check()
     assert HostPool(1000).total_bytes == 960  # rounded down to page alignment
+
+    memory, worker = one_group(), LazyWorker()
+    pool = HostPool(256, StreamedCopies(HostArray(memory.store, 256), worker, memory.arena.fences))
+    row = started(memory, 40)
+
+    with pytest.raises(HostMemoryFull):
+        swap_out(memory, [row], pool)
+
+    assert (worker.queued, len(memory.arena.fences)) == ([], 0)
 
 
 def test_discarded_sequence_frees_its_bytes_once():
