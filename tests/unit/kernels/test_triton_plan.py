@@ -28,9 +28,8 @@ from support.interpreted import interpreted
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.parametrize(
-    ("programs", "blocks", "splits"),
-    [
+def test_splits_occupy_an_h100():
+    for programs, blocks, splits in (
         (132, 1000, 1),  # rows and heads occupy all multiprocessors
         (131, 1000, 3),
         (8, 1000, 33),
@@ -38,10 +37,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         (1, 1000, MAX_SPLITS),
         (8, 0, 1),
         (0, 10, 10),
-    ],
-)
-def test_splits_occupy_an_h100(programs, blocks, splits):
-    assert split_count(programs, blocks, multiprocessors=132) == splits
+    ):
+        assert split_count(programs, blocks, multiprocessors=132) == splits
 
 
 @given(

@@ -248,7 +248,7 @@ def compact_cached(index, row, text, kind=Kind.FILL_HOLES):
     return plan
 
 
-def test_cached_pages_are_copied_and_stay_cached_if_pages_are_free():
+def test_cached_pages_are_copied_if_pages_are_free_and_else_written_in_place():
     index, row, _ = cached_row(pages=4)
 
     plan = compact_cached(index, row, "oooooxooooox")
@@ -257,8 +257,6 @@ def test_cached_pages_are_copied_and_stay_cached_if_pages_are_free():
     assert index.match(DEFAULT_IDENTITY, TOKENS).tokens == 12
     assert keys(index.memory, row) == [0, 1, 2, 3, 4, 10, 6, 7, 8, 9]
 
-
-def test_pages_shared_with_the_cache_only_are_written_in_place_if_memory_is_full():
     index, row, listener = cached_row(pages=3)
     table = index.memory.tables["kv"]
     page = int(table.pages[row, 0, 1])

@@ -137,10 +137,17 @@ SLABS = [
 ]
 
 
-def test_slab_sizes():
+def test_slab_sizes_are_at_most_a_64th_of_the_arena_or_2_mib():
     for total_bytes, page_bytes, slab_bytes in SLABS:
         assert choose_slab_bytes(total_bytes, page_bytes) == slab_bytes
         assert slab_bytes <= HUGE_PAGE_BYTES
+
+    assert SharedArena(64 * 1000).slab_bytes == 960
+    assert SharedArena(1 << 30).slab_bytes == 2 << 20
+    with pytest.raises(ConfigError, match="holds no slab"):
+        SharedArena(63)
+    with pytest.raises(ConfigError, match="multiple of 64"):
+        SharedArena(6400, 100)
 
 
 @given(
@@ -285,7 +292,7 @@ def test_member_can_use_free_slabs_above_its_guarantee_up_to_its_burst():
     assert member.total_bytes == 6 * SLAB
 
 
-def test_guarantee_is_reclaimed_from_the_member_furthest_above_its_own():
+def test_guarantees_are_reclaimed_from_the_member_furthest_above_its_own_or_rejected():
     arena, (a, b, c) = arena_of(16, preemptible="ab", a=4, b=4, c=4)
     take(a, 9)
     take(b, 7)
@@ -296,8 +303,6 @@ def test_guarantee_is_reclaimed_from_the_member_furthest_above_its_own():
     assert c.num_free_slabs == 0  # all other slabs belong to others
     arena.check()
 
-
-def test_guarantees_above_the_arena_size_or_that_cannot_be_reclaimed_are_rejected():
     arena, _ = arena_of(16, a=8, b=6)
     with pytest.raises(ConfigError, match=r"1,920 B, but of 10,240 B only 1,280 B .*a 5,120 B"):
         arena.join("c", 3 * SLAB, None, [64])
@@ -322,15 +327,6 @@ def test_invalid_member_is_rejected(name, guaranteed, page_bytes, message):
     with pytest.raises(ConfigError, match=message):
         arena.join(name, guaranteed, None, [64, page_bytes])
     assert list(arena.members) == ["a"]
-
-
-def test_slab_is_a_64th_of_the_arena_or_2_mib():
-    assert SharedArena(64 * 1000).slab_bytes == 960
-    assert SharedArena(1 << 30).slab_bytes == 2 << 20
-    with pytest.raises(ConfigError, match="holds no slab"):
-        SharedArena(63)
-    with pytest.raises(ConfigError, match="multiple of 64"):
-        SharedArena(6400, 100)
 
 
 def test_check_detects_a_missing_slab_and_slabs_held_or_freed_twice():

@@ -111,16 +111,6 @@ def test_blocks_with_colliding_keys_are_distinguished_by_tokens(monkeypatch):
     assert keys(index.memory, row) == list(range(5))
 
 
-def test_idle_blocks_are_not_counted_in_the_peak():
-    memory = one_group()
-    index = PrefixIndex(memory)
-    close(index, *prefill(index, TOKENS[:8]))
-    close(index, *prefill(index, [1] * 8))
-
-    assert memory.arena_peak_bytes == 2 * 128
-    assert memory.used_bytes - memory.listeners.idle_bytes() == 0
-
-
 def test_window_lane_starts_with_the_pages_its_window_needs_and_a_chunk_lane_with_none():
     """A match of 16: the next query sees positions 11 to 16; the pages at 0 and 4 are freed.
 
@@ -224,7 +214,7 @@ def test_idle_blocks_are_evicted_for_a_snapshot_that_then_fits_only():
     assert index.match(DEFAULT_IDENTITY, [9] * 5).tokens == 4
 
 
-def test_snapshots_are_freed_with_their_blocks():
+def test_snapshots_are_freed_with_their_blocks_or_for_another_at_the_limit():
     memory = with_groups(FULL, SUMS)
     index = PrefixIndex(memory)
     row, lease = prefill(index, TOKENS[:8])
@@ -239,6 +229,20 @@ def test_snapshots_are_freed_with_their_blocks():
 
     index.clear()
     assert (index.idle_bytes, memory.used_bytes) == (0, 0)
+
+    memory = with_groups(FULL, SUMS)
+    index = PrefixIndex(memory, snapshot_bytes=3 * 256)
+    row, lease = prefill(index, TOKENS[:4])
+    assert index.snapshot(lease, row)
+    found = []
+    for end in (8, 12, 16):  # of 512, 768 and 1,024 B
+        grow(memory, row, 4)
+        index.publish(lease, row, TOKENS[end - 4 : end])
+        made = index.snapshot(lease, row)
+        found.append((made, len(index.snapshots), index.snapshots.num_bytes))
+
+    assert found == [(True, 2, 768), (True, 1, 768), (False, 1, 768)]
+    memory.check()
 
 
 def test_snapshots_of_blocks_in_use_are_evicted_before_pages_run_out_but_not_pinned_ones():
@@ -262,23 +266,7 @@ def test_snapshots_of_blocks_in_use_are_evicted_before_pages_run_out_but_not_pin
     memory.check()
 
 
-def test_the_least_recently_used_snapshot_leaves_for_another_at_the_limit():
-    memory = with_groups(FULL, SUMS)
-    index = PrefixIndex(memory, snapshot_bytes=3 * 256)
-    row, lease = prefill(index, TOKENS[:4])
-    assert index.snapshot(lease, row)
-    found = []
-    for end in (8, 12, 16):  # of 512, 768 and 1,024 B
-        grow(memory, row, 4)
-        index.publish(lease, row, TOKENS[end - 4 : end])
-        made = index.snapshot(lease, row)
-        found.append((made, len(index.snapshots), index.snapshots.num_bytes))
-
-    assert found == [(True, 2, 768), (True, 1, 768), (False, 1, 768)]
-    memory.check()
-
-
-def test_queried_and_hit_tokens_are_counted():
+def test_queried_and_hit_tokens_are_counted_and_idle_blocks_not_in_the_peak():
     index = PrefixIndex(one_group())
     for _ in range(2):
         lease = index.match(DEFAULT_IDENTITY, TOKENS)
@@ -288,3 +276,11 @@ def test_queried_and_hit_tokens_are_counted():
         index.publish(lease, row, TOKENS[lease.tokens :])
 
     assert (index.queried_tokens, index.hit_tokens) == (40, 16)
+
+    memory = one_group()
+    index = PrefixIndex(memory)
+    close(index, *prefill(index, TOKENS[:8]))
+    close(index, *prefill(index, [1] * 8))
+
+    assert memory.arena_peak_bytes == 2 * 128
+    assert memory.used_bytes - memory.listeners.idle_bytes() == 0

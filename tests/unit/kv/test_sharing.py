@@ -94,7 +94,7 @@ def test_references_and_rows_are_released_once_and_unaccounted_ones_detected():
         memory.check()
 
 
-def test_arena_peak_includes_statistics_of_forks_and_shared_prefixes():
+def test_peaks_include_statistics_of_forks_and_prefixes_and_are_kept_across_a_swap():
     memory = with_groups(KV, SUMS)
     row = started(memory, 12)
     assert memory.arena_peak_bytes == 3 * 128 + 2 * 512
@@ -105,8 +105,6 @@ def test_arena_peak_includes_statistics_of_forks_and_shared_prefixes():
 
     assert memory.arena_peak_bytes == 3 * 128 + 6 * 512
 
-
-def test_peak_bytes_are_kept_across_a_swap_which_needs_no_store():
     for memory in (one_group(), KVMemory(one_group().layout, 64 * 1024, 2)):
         row = memory.start()
         grow(memory, row, 20)
@@ -121,7 +119,7 @@ def test_peak_bytes_are_kept_across_a_swap_which_needs_no_store():
         memory.check()
 
 
-def test_tail_is_swapped_and_appended_to_its_head():
+def test_tail_is_swapped_and_appended_to_a_head_that_matches_if_it_fits():
     """The last 10 of 22 tokens are swapped, 3 pages of 4; the head of 12 is recomputed."""
     memory = one_group(num_lanes=2)
     row = started(memory, 22)
@@ -139,8 +137,6 @@ def test_tail_is_swapped_and_appended_to_its_head():
     assert memory.tables["kv"].slot_positions(row, 1).tolist() == list(range(25))
     memory.check()
 
-
-def test_append_tail_that_does_not_fit_or_match_changes_nothing():
     memory = one_group(total_bytes=6 * 128)
     swapped = swap_out(memory, [started(memory, 20)], keep_from=8)
     row = started(memory, 4)
@@ -172,7 +168,7 @@ def test_split_must_be_at_a_page_border_inside_the_sequence(keep_from):
         swap_out(memory, [row, started(memory, 12)], keep_from=8)
 
 
-def test_split_border_is_common_to_all_groups():
+def test_split_border_is_common_to_all_groups_and_evicted_pages_have_none():
     """Pages of 4 and of 6 tokens have a common border every 12."""
     groups = [LaneGroup(name=f"{n}", page_class=plain_class(tokens=n), layers=(n,)) for n in (4, 6)]
     memory = with_groups(*groups)
@@ -183,8 +179,6 @@ def test_split_border_is_common_to_all_groups():
     assert (split_border(memory, short), split_border(memory, long)) == (0, 12)
     assert [n for n in range(13) if can_split(memory, long, n)] == [12]
 
-
-def test_lanes_with_evicted_pages_cannot_be_split():
     window = one_group(window=4)
     dropped = one_group(num_lanes=2)
     for memory in (window, dropped):

@@ -114,33 +114,24 @@ def layout_of(codec, **options):
     return layout_for(MODEL, codec=f"{codec}+plain=float16", page_tokens=16, **options)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_fill_plain_makes_the_plain_type_explicit_and_one_codec_applies_to_latents_only():
+    for text, expected in (
         *(("none", "float16"), ("none/none", "float16"), ("int8", "int8")),
         *(("int8/none", "int8/float16"), ("int4+residual=0", "int4+residual=0")),
         *(("int4+sinks=2", "int4+sinks=2+plain=float16"), ("kivi4", "kivi4+plain=float16")),
         ("int4+sinks=2+plain=float32", "int4+sinks=2+plain=float32"),
-    ],
-)
-def test_fill_plain_makes_the_plain_type_explicit(text, expected):
-    assert fill_plain(text, "float16") == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+    ):
+        assert fill_plain(text, "float16") == expected, text
+    for text, expected in (
         *(("none", "float16"), ("float16", "float16"), ("int8/none", "int8/float16")),
         *(("int8", "float16/int8"), ("none/int8", "float16/int8")),
         ("int8/int8", "int8/int8+plain=float16"),  # index keys have this type
         ("int4:group=8+residual=9", "float16/int4:group=8+residual=9+plain=float16"),
         ("kivi4", "kivi4+plain=float16"),
-    ],
-)
-def test_one_codec_applies_to_latents_only(text, expected):
-    written = fill_plain(text, "float16", latent=True)
-    assert written == expected
-    assert fill_plain(written, "float16", latent=True) == expected
+    ):
+        written = fill_plain(text, "float16", latent=True)
+        assert written == expected, text
+        assert fill_plain(written, "float16", latent=True) == expected
 
 
 def test_number_of_newest_tokens_in_full_precision():

@@ -41,16 +41,13 @@ shapes = st.builds(
 )
 
 
-@pytest.mark.parametrize(
-    ("total", "weights", "shares"),
-    [
+def test_share_out_rounds_the_largest_fractions_up():
+    for total, weights, shares in (
         (10, [3, 2, 1], [5, 3, 2]),  # 5, 3 1/3, 1 2/3: the largest fraction is rounded up
         (10, [1, 1, 1], [4, 3, 3]),  # equal fractions: the first is rounded up
         *((1, [1, 1], [1, 0]), (0, [1, 2], [0, 0]), (7, [0, 1], [0, 7])),
-    ],
-)
-def test_share_out_rounds_the_largest_fractions_up(total, weights, shares):
-    assert share_out(total, weights) == shares
+    ):
+        assert share_out(total, weights) == shares
 
 
 @given(st.integers(0, 10_000), st.lists(st.integers(0, 99), min_size=1, max_size=40))

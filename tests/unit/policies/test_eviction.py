@@ -196,17 +196,14 @@ def test_sound_combinations_are_accepted(text):
     assert make_eviction(text).text == text
 
 
-@pytest.mark.parametrize(
-    ("cap", "tokens"),
-    [
+def test_cap_is_resolved_for_the_prompt():
+    for cap, tokens in (
         *(("500", 500), ("25%", 250), ("0.25", 250), ("100%", 1000)),  # of 1,000 tokens
         ("33.35%", 333),  # down to whole tokens
         *(("2MiB", 2048), ("0.5MiB", 512), ("1GiB", 1 << 20)),  # 1 KiB a token
         *(("300KiB", 288), ("311295B", 288), ("311296B", 304)),  # rounded down to whole pages
-    ],
-)
-def test_cap_is_resolved_for_the_prompt(cap, tokens):
-    assert make_eviction(f"recent:cap={cap}").for_request(1000, LANES).spec.cap == tokens
+    ):
+        assert make_eviction(f"recent:cap={cap}").for_request(1000, LANES).spec.cap == tokens, cap
 
 
 def spec_of(text, prompt_tokens):
