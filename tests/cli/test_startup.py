@@ -71,7 +71,7 @@ def test_description_names_weights_implementation_and_kv_memory(llm, monkeypatch
         assert part in shown.getvalue()
 
 
-def test_garbage_collection_resumes_after_imports():
+def test_garbage_collection_resumes_after_imports_without_the_imported_modules(monkeypatch):
     with fast_imports():
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -79,8 +79,6 @@ def test_garbage_collection_resumes_after_imports():
         raise ImportError("missing")
     assert gc.isenabled()
 
-
-def test_imported_modules_are_excluded_from_later_collections(monkeypatch):
     frozen = []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(len(sys.modules)))
     with fast_imports():

@@ -71,7 +71,7 @@ def test_defaults_and_help_of_options_are_those_of_fields():
     assert documented_attributes("One line.") == {}
 
 
-def test_options_are_named_by_metadata_fields_or_other_servers():
+def test_options_are_named_by_metadata_fields_or_other_servers_and_built_by_path():
     flags = {found.name: found.flag for found in options_of((MODEL, KV))}
     named = {"memory": "kv-memory", "page_tokens": "block-size"}
     assert flags.items() >= (named | {"trust_remote_code": "trust-remote-code"}).items()
@@ -87,8 +87,6 @@ def test_options_are_named_by_metadata_fields_or_other_servers():
 
     assert "hermes" in refused.output
 
-
-def test_nested_configs_are_built_from_option_paths():
     paths = {found.flag: found.path for found in options_of((KV,))}
     values = {paths["kv-offload-recompute"]: "0.5", paths["enable-prefix-caching"]: False}
 

@@ -272,6 +272,16 @@ def test_cached_pages_are_copied_if_pages_are_free_and_else_written_in_place():
     assert index.match(DEFAULT_IDENTITY, TOKENS).tokens == 4
     assert len(index) == len(listener.known) == 1
 
+    index, row, _ = cached_row(pages=3)
+    memory = index.memory
+    [page_class] = memory.layout.page_classes
+    pages = memory.tables["kv"].pages[row, 0, :3].copy()
+
+    assert memory.listeners.unpublish(page_class, pages[1:2]).tolist() == [True]
+    assert memory.pools[page_class].ref_counts[pages].tolist() == [2, 1, 1]
+    assert np.array_equal(memory.listeners.unpublish(page_class, pages), [True, True, True])
+    assert len(index) == 0
+
 
 def test_blocks_in_use_are_not_evicted_and_evicted_ones_can_be_published_again():
     index, row, _ = cached_row(pages=3)
@@ -302,15 +312,3 @@ def test_blocks_in_use_are_not_evicted_and_evicted_ones_can_be_published_again()
     assert lease.tokens == 12
     assert keys(index.memory, row) == list(range(12))
     index.memory.check()
-
-
-def test_unpublish_returns_which_pages_are_private_now():
-    index, row, _ = cached_row(pages=3)
-    memory = index.memory
-    [page_class] = memory.layout.page_classes
-    pages = memory.tables["kv"].pages[row, 0, :3].copy()
-
-    assert memory.listeners.unpublish(page_class, pages[1:2]).tolist() == [True]
-    assert memory.pools[page_class].ref_counts[pages].tolist() == [2, 1, 1]
-    assert np.array_equal(memory.listeners.unpublish(page_class, pages), [True, True, True])
-    assert len(index) == 0

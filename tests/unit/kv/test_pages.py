@@ -137,7 +137,7 @@ SLABS = [
 ]
 
 
-def test_slab_sizes_are_at_most_a_64th_of_the_arena_or_2_mib():
+def test_slabs_are_at_most_a_64th_of_the_arena_and_smaller_arenas_are_rejected():
     for total_bytes, page_bytes, slab_bytes in SLABS:
         assert choose_slab_bytes(total_bytes, page_bytes) == slab_bytes
         assert slab_bytes <= HUGE_PAGE_BYTES
@@ -148,6 +148,16 @@ def test_slab_sizes_are_at_most_a_64th_of_the_arena_or_2_mib():
         SharedArena(63)
     with pytest.raises(ConfigError, match="multiple of 64"):
         SharedArena(6400, 100)
+
+    with pytest.raises(ConfigError, match=r"memory of 65,536 B or more, got 60,000 B"):
+        Arena(60_000, [65_536])
+    arena = Arena(1000, [128])  # rounded down to whole slabs
+    assert (arena.num_slabs, arena.total_bytes) == (7, 896)
+    group = LaneGroup(name="kv", page_class=plain_class(), layers=(0, 1, 2))  # 128 B pages
+    expected = r"256 B cannot hold one token .*: 384 B are needed; raise --kv-memory to 1KiB"
+    with pytest.raises(ConfigError, match=expected):
+        KVMemory(CacheLayout((group,)), 256, 1)
+    assert KVMemory(CacheLayout((group,)), 384, 1).total_bytes == 384
 
 
 @given(
@@ -160,18 +170,6 @@ def test_every_slab_holds_pages_of_every_class(total_bytes, units):
 
     assert slab_bytes % 64 == 0
     assert all(slab_bytes // size - bool(slab_bytes % size) >= 1 for size in page_bytes)
-
-
-def test_arena_below_one_slab_or_one_token_is_rejected_with_needed_and_given_bytes():
-    with pytest.raises(ConfigError, match=r"memory of 65,536 B or more, got 60,000 B"):
-        Arena(60_000, [65_536])
-    arena = Arena(1000, [128])  # rounded down to whole slabs
-    assert (arena.num_slabs, arena.total_bytes) == (7, 896)
-    group = LaneGroup(name="kv", page_class=plain_class(), layers=(0, 1, 2))  # 128 B pages
-    expected = r"256 B cannot hold one token .*: 384 B are needed; raise --kv-memory to 1KiB"
-    with pytest.raises(ConfigError, match=expected):
-        KVMemory(CacheLayout((group,)), 256, 1)
-    assert KVMemory(CacheLayout((group,)), 384, 1).total_bytes == 384
 
 
 TOTAL = 64

@@ -111,11 +111,20 @@ def test_blocks_with_colliding_keys_are_distinguished_by_tokens(monkeypatch):
     assert keys(index.memory, row) == list(range(5))
 
 
-def test_window_lane_starts_with_the_pages_its_window_needs_and_a_chunk_lane_with_none():
-    """A match of 16: the next query sees positions 11 to 16; the pages at 0 and 4 are freed.
+def test_window_lane_starts_with_the_pages_its_window_needs_and_publishes_no_freed_ones():
+    memory = with_groups(FULL, WINDOW)
+    index = PrefixIndex(memory)
+    lease = index.match(DEFAULT_IDENTITY, TOKENS)
+    row = memory.start()
+    for _ in range(20):  # published too late, after single-token steps
+        grow(memory, row, 1)
 
-    With chunks of 8 tokens the next query begins one.
-    """
+    index.publish(lease, row, TOKENS)
+
+    assert (lease.nodes, lease.publishes, len(index)) == ([], False, 0)
+
+    # A match of 16: the next query sees positions 11 to 16; the pages at 0 and 4 are freed.
+    # With chunks of 8 tokens the next query begins one.
     index = PrefixIndex(with_groups(FULL, WINDOW))
     prefill(index, TOKENS)
 
@@ -142,39 +151,6 @@ def test_window_lane_starts_with_the_pages_its_window_needs_and_a_chunk_lane_wit
 
     assert found.tokens == 16
     assert memory.tables["chunk"].slot_positions(child, 0).tolist() == [16]
-    memory.check()
-
-
-def test_block_with_freed_window_pages_is_not_published():
-    memory = with_groups(FULL, WINDOW)
-    index = PrefixIndex(memory)
-    lease = index.match(DEFAULT_IDENTITY, TOKENS)
-    row = memory.start()
-    for _ in range(20):  # published too late, after single-token steps
-        grow(memory, row, 1)
-
-    index.publish(lease, row, TOKENS)
-
-    assert (lease.nodes, lease.publishes, len(index)) == ([], False, 0)
-
-
-def test_match_with_statistics_ends_at_their_snapshot():
-    memory = with_groups(FULL, SUMS)
-    index = PrefixIndex(memory)
-    row, lease = prefill(index, TOKENS[:8])
-    write_lane(memory, row, 0, name="sums")
-    index.snapshot(lease, row)
-    grow(memory, row, 4)
-    index.publish(lease, row, TOKENS[8:12])
-
-    assert index.match(DEFAULT_IDENTITY, TOKENS).tokens == 12
-    other = index.match(DEFAULT_IDENTITY, TOKENS, statistics=OF_SUMS)
-    child = index.start(other, statistics=OF_SUMS)
-
-    assert other.tokens == 8
-    assert keys(memory, child, name="sums") == list(range(8))
-    table = memory.tables["sums"]
-    assert not set(table.row_pages(child)) & set(table.row_pages(row))
     memory.check()
 
 
@@ -214,7 +190,7 @@ def test_idle_blocks_are_evicted_for_a_snapshot_that_then_fits_only():
     assert index.match(DEFAULT_IDENTITY, [9] * 5).tokens == 4
 
 
-def test_snapshots_are_freed_with_their_blocks_or_for_another_at_the_limit():
+def test_matches_end_at_snapshots_which_are_freed_with_their_blocks_or_at_the_limit():
     memory = with_groups(FULL, SUMS)
     index = PrefixIndex(memory)
     row, lease = prefill(index, TOKENS[:8])
@@ -242,6 +218,24 @@ def test_snapshots_are_freed_with_their_blocks_or_for_another_at_the_limit():
         found.append((made, len(index.snapshots), index.snapshots.num_bytes))
 
     assert found == [(True, 2, 768), (True, 1, 768), (False, 1, 768)]
+    memory.check()
+
+    memory = with_groups(FULL, SUMS)
+    index = PrefixIndex(memory)
+    row, lease = prefill(index, TOKENS[:8])
+    write_lane(memory, row, 0, name="sums")
+    index.snapshot(lease, row)
+    grow(memory, row, 4)
+    index.publish(lease, row, TOKENS[8:12])
+
+    assert index.match(DEFAULT_IDENTITY, TOKENS).tokens == 12
+    other = index.match(DEFAULT_IDENTITY, TOKENS, statistics=OF_SUMS)
+    child = index.start(other, statistics=OF_SUMS)
+
+    assert other.tokens == 8
+    assert keys(memory, child, name="sums") == list(range(8))
+    table = memory.tables["sums"]
+    assert not set(table.row_pages(child)) & set(table.row_pages(row))
     memory.check()
 
 

@@ -283,7 +283,7 @@ def test_round_robin_takes_turns_and_least_loaded_counts_requests_then_tokens_th
     assert router.choose(asking(), [idle("a", active_kv_bytes=10), idle("b")]) == "b"
 
 
-def test_requests_go_to_prefixes_that_sends_events_and_losses_say_are_cached():
+def test_requests_go_to_cached_prefixes_also_in_the_backlog_of_a_flooding_tenant():
     router = kv_aware()
     router.note_sent(asking((1, 2)), "a")
     router.note_sent(asking((1, 2, 3)), "b")
@@ -309,6 +309,16 @@ def test_requests_go_to_prefixes_that_sends_events_and_losses_say_are_cached():
     router.note_block_events("a", [{"type": "BlockRemoved", "block_hashes": [3]}])
     assert router.uncached_tokens(asking((1, 2, 3)), "a") == 100 - 2 * BLOCK
 
+    router = kv_aware()
+    router.note_sent(asking((1, 2, 3, 4), tenant="small"), "a")
+    router.note_finished(asking((1, 2, 3, 4), tenant="small"), "a")
+    for _ in range(10):
+        router.note_sent(asking(tenant="flood"), "a")
+    replicas = [idle("a", queued_prompt_tokens=1000), idle("b")]
+    # an engine serves at most 36 tokens of the flood before the 36 uncached tokens
+    assert router.choose(asking((1, 2, 3, 4), tenant="small"), replicas) == "a"
+    assert router.choose(asking((1, 2, 3, 4), tenant="flood"), replicas) == "b"
+
 
 @given(queued=st.integers(0, 200), weight=st.sampled_from([0.5, 1.0, 3.0]))
 def test_cached_prefix_is_left_when_its_queue_costs_more(queued, weight):
@@ -329,18 +339,6 @@ def test_session_stays_on_its_replica_within_the_imbalance(extra):
     chosen = router.choose(asking(session="x"), [idle("a"), idle("b", queued_prompt_tokens=extra)])
 
     assert chosen == ("b" if extra <= 300 else "a")
-
-
-def test_backlog_of_a_flooding_tenant_does_not_drive_others_from_their_prefix():
-    router = kv_aware()
-    router.note_sent(asking((1, 2, 3, 4), tenant="small"), "a")
-    router.note_finished(asking((1, 2, 3, 4), tenant="small"), "a")
-    for _ in range(10):
-        router.note_sent(asking(tenant="flood"), "a")
-    replicas = [idle("a", queued_prompt_tokens=1000), idle("b")]
-    # an engine serves at most 36 tokens of the flood before the 36 uncached tokens
-    assert router.choose(asking((1, 2, 3, 4), tenant="small"), replicas) == "a"
-    assert router.choose(asking((1, 2, 3, 4), tenant="flood"), replicas) == "b"
 
 
 @given(count=st.integers(20, 60))

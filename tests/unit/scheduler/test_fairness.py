@@ -182,27 +182,7 @@ def test_tenants_are_several_while_two_have_requests_and_estimates_skip_cancelle
 # ---- meters --------------------------------------------------------------------------------------
 
 
-def test_meter_counts_each_tenant_separately():
-    meter = TenantMeter()
-    for tenant in "aab":
-        meter.submitted(tenant)
-    meter.admitted("a", 1.5)
-    meter.cached("a", 16)
-    meter.served("a", prompt_tokens=100)
-    meter.served("a", output_tokens=3)
-    meter.preempted("a")
-    meter.admitted("a", 0.5)
-    counts = {"num_requests": 2, "num_admitted": 2, "num_preemptions": 1, "queue_s": 2.0}
-    tokens = {"prompt_tokens": 100, "cached_tokens": 16, "output_tokens": 3}
-
-    expected = (
-        TenantStats(tenant="a", **counts, **tokens),
-        TenantStats(tenant="b", num_requests=1),
-    )
-    assert meter.report() == expected
-
-
-def test_report_includes_accounts_and_folds_idle_tenants():
+def test_report_counts_each_tenant_includes_accounts_and_folds_idle_ones():
     accounts = TenantAccounts(parse_tenants("a:guaranteed=200B;b"), 1000)
     accounts.note({"b": 300, "public": 100}, waiting=["a"])
     meter = TenantMeter()
@@ -226,6 +206,24 @@ def test_report_includes_accounts_and_folds_idle_tenants():
     others = TenantStats(tenant=OTHERS, num_requests=2, num_admitted=2, queue_s=1.0)
     assert rows[OTHERS] == others
     assert meter.report(TenantAccounts((), 1000))[-1] == others  # without bytes
+
+    meter = TenantMeter()
+    for tenant in "aab":
+        meter.submitted(tenant)
+    meter.admitted("a", 1.5)
+    meter.cached("a", 16)
+    meter.served("a", prompt_tokens=100)
+    meter.served("a", output_tokens=3)
+    meter.preempted("a")
+    meter.admitted("a", 0.5)
+    counts = {"num_requests": 2, "num_admitted": 2, "num_preemptions": 1, "queue_s": 2.0}
+    tokens = {"prompt_tokens": 100, "cached_tokens": 16, "output_tokens": 3}
+
+    expected = (
+        TenantStats(tenant="a", **counts, **tokens),
+        TenantStats(tenant="b", num_requests=1),
+    )
+    assert meter.report() == expected
 
 
 # ---- shares of a memory --------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def test_members_with_different_outputs_share_at_max_the_cap(outputs, cap):
         assert planned.tokens <= cap or planned.tokens == planned.child.num_tokens
 
 
-def test_new_members_are_forked_after_the_prompt_and_the_first_cannot_leave_silently():
+def test_members_are_forked_after_the_prompt_and_beams_prefill_up_to_the_fork():
     group = make_group([[], [], []])
     first = plan_prefill(group.members[2])
     assert first is group.members[0]
@@ -123,8 +123,6 @@ def test_new_members_are_forked_after_the_prompt_and_the_first_cannot_leave_sile
     assert [f.child.request_id for f in group.forks] == ["r#1"]
     assert leave(first)
 
-
-def test_beams_prefill_up_to_the_fork_and_a_single_one_the_whole_prompt():
     group = make_group([[1, 2], [1, 3]], atomic=True)
     first = plan_prefill(group.members[0])
     assert prefillable_tokens(first) == len(PROMPT) + 1  # up to the fork
