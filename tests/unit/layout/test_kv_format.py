@@ -17,9 +17,8 @@ from quire.layout.pages import kv_pages
 from support.model_specs import small_spec
 
 
-@pytest.mark.parametrize(
-    ("text", "vector_bytes"),
-    [
+def test_bytes_of_a_vector_of_128_elements():
+    for text, vector_bytes in (
         *(("float32", 128 * 4), ("bfloat16", 128 * 2), ("int8_channel", 128)),
         *(("int8", 128 + 2), ("fp8", 128 + 2)),
         *(("int4", 64 + 2 * (2 + 2)), ("int4:group=32", 64 + 4 * (2 + 2))),
@@ -28,10 +27,8 @@ from support.model_specs import small_spec
         ("int4_outliers:percent=3", 64 + 2 * (2 + 2) + 4 * (1 + 2)),
         *(("int4_hadamard", 64 + 2 * (2 + 2)), ("kvquant3", 48 + 2 * (1 + 2))),
         *(("int4_page", 64 + 128 * (2 + 2) / 32), ("int2_page", 32 + 128 * (2 + 2) / 32)),
-    ],
-)
-def test_bytes_of_a_vector_of_128_elements(text, vector_bytes):
-    assert codec_spec(text).vector_bytes(128, 32) == vector_bytes
+    ):
+        assert codec_spec(text).vector_bytes(128, 32) == vector_bytes, text
 
 
 def test_bits_count_scales_and_indices_of_long_vectors_have_two_bytes():
