@@ -40,7 +40,7 @@ def test_records_are_written_to_disk_by_flush_and_at_an_exception(path: Path):
     output.write([{"line": 4}])
     output.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     with start(path) as output:
-        assert output.completed == {4}
+        assert output.completed == {1, 2, 4}
 
 
 def test_truncated_line_is_removed_and_not_completed(path: Path):
@@ -214,6 +214,12 @@ def test_failed_lines_are_dropped_by_a_retry_under_the_lock_unless_it_fails(path
     with start(path) as output:
         assert (output.failed, output.completed) == ({2, 3}, {1, 2, 3})
 
+    before = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        with pytest.raises(ConfigError, match="No space left"):
+            BatchOutput(path, path, STATE, overwrite=False, retry_failed=True)
+    assert path.read_bytes() == before
     with BatchOutput(path, path, STATE, overwrite=False, retry_failed=True) as output:
         assert (output.completed, output.failed) == ({1}, set())
         assert [record["line"] for record in read_records(path)] == [1]
@@ -222,14 +228,6 @@ def test_failed_lines_are_dropped_by_a_retry_under_the_lock_unless_it_fails(path
         output.write([{"line": 2, "error": None}])
 
     assert [record["line"] for record in read_records(path)] == [1, 2]
-
-    with start(path) as output:
-        output.write(ERRORS)
-    before = path.read_bytes()
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(ConfigError, match="No space left"):
-        BatchOutput(path, path, STATE, overwrite=False, retry_failed=True)
-    assert path.read_bytes() == before
 
 
 def full(*_: object) -> None:

@@ -371,6 +371,8 @@ def test_limits_of_groups_up_to_the_root_apply_without_cached_files(tmp_path, wr
     assert container_free_bytes(tmp_path, write("membership", "0::/a")) == -5
     assert container_free_bytes(tmp_path, tmp_path / "missing") is None
 
+
+def test_cgroup_version_1_file_names(tmp_path, write, group):
     group("memory/a", 2 * GIB, GIB, cached=1000, version=1)
     group("memory", UNLIMITED_V1, 0, version=1)
     membership = write("membership", "12:cpu,cpuacct:/a\n7:memory:/a\n0::/")
