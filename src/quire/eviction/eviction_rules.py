@@ -17,7 +17,14 @@ import numpy as np
 from quire.errors import ConfigError, RequestError, UnsoundCombination
 from quire.layout import limits
 from quire.layout.evicting import without_relocated_tokens
-from quire.layout.eviction import PREFILL_AND_DECODE, PREFILL_END, PRESSURE, UNLIMITED, parse_policy
+from quire.layout.eviction import (
+    PREFILL_AND_DECODE,
+    PREFILL_END,
+    PRESSURE,
+    SCHEDULE_OPTIONS,
+    UNLIMITED,
+    parse_policy,
+)
 from quire.layout.kv_format import Storing, read_format, refuse_excluded
 from quire.layout.layout import layout_for, page_and_fixed_bytes
 from quire.layout.model import ModelSpec
@@ -31,7 +38,6 @@ from quire.policies.options import without_parentheses
 from quire.policies.recommended import candidates
 from quire.policies.registry import (
     FULL,
-    SCHEDULE_OPTIONS,
     make_budget,
     policy_of,
     registered,

@@ -108,6 +108,10 @@ PREFILL_AND_DECODE, PREFILL_END, DECODE, PRESSURE = (
     "pressure",
 )
 UNLIMITED = 1 << 62
+AUTO = "auto"
+"""The rule that Quire recommends, with the cap and the schedule of the text."""
+SCHEDULE_OPTIONS = ("cap", "every", "when", "budget", "granularity", "chunk_tokens")
+"""Options of every rule."""
 SCHEDULES = (PREFILL_AND_DECODE, PREFILL_END, DECODE, PRESSURE)
 
 

@@ -19,6 +19,7 @@ from quire.layout.eviction import (
     PREFILL_AND_DECODE,
     PREFILL_END,
     PRESSURE,
+    SCHEDULE_OPTIONS,
     SCHEDULES,
     Cap,
     EvictionSpec,
@@ -32,7 +33,7 @@ from quire.policies.budgets.base import Budget, Shape
 from quire.policies.budgets.uniform import Uniform
 from quire.policies.options import without_parentheses
 from quire.policies.recommended import candidates
-from quire.policies.registry import FULL, SCHEDULE_OPTIONS, make_budget, policy_of
+from quire.policies.registry import FULL, make_budget, policy_of
 from quire.policies.view import KVView
 
 TOKEN, CHUNK, PAGE = "token", "chunk", "page"

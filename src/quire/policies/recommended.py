@@ -10,8 +10,7 @@ highest quality at 75 and 50 % of the tokens. Of the rules with equal budgets `l
 from collections.abc import Iterator
 
 from quire.errors import ConfigError
-from quire.layout.eviction import parse_policy
-from quire.policies.registry import AUTO, SCHEDULE_OPTIONS
+from quire.layout.eviction import AUTO, SCHEDULE_OPTIONS, parse_policy
 
 RECOMMENDED = ("recent:sinks=4,budget=(duo:scores=smollm2)", "lagkv", "recent:sinks=4")
 """The best rule first."""

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from quire import policies
 from quire.errors import ConfigError, UnknownName
-from quire.layout.eviction import parse_policy
+from quire.layout.eviction import AUTO, SCHEDULE_OPTIONS, parse_policy
 from quire.layout.extras import require_extra
 from quire.policies import budgets
 from quire.policies.base import EvictionPolicy
@@ -27,8 +27,7 @@ from quire.policies.budgets.base import Budget
 from quire.policies.budgets.uniform import Uniform
 from quire.policies.options import Nested, check_options, make_with_options
 
-FULL, AUTO = "full", "auto"
-SCHEDULE_OPTIONS = ("cap", "every", "when", "budget", "granularity", "chunk_tokens")
+FULL = "full"
 _BY_FILE = "of your own: --policy-file FILE, in Python policy_file=FILE"
 RULE_BY_FILE, _BUDGET_BY_FILE = f"a rule {_BY_FILE}", f"a budget {_BY_FILE}"
 P = TypeVar("P", bound=EvictionPolicy)
