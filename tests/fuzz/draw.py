@@ -228,7 +228,8 @@ def _sparse(rng: random.Random, case: Case) -> Case:
     """Sparse attention, if the case's other options support it."""
     codec, evict = _codec(case), str(case.kv["evict"])
     refused = any(part in codec for part in ("+", "kivi", "_page", "kvquant", "_channel", "equal"))
-    refused |= bool(case.stream_room or case.schedule.get("batch_invariant"))
+    refused |= bool(case.schedule.get("batch_invariant"))
+    refused |= case.kv.get("offload_cpu_attention", "off") != "off"
     rules = [evict, str(case.kv.get("evict_allow", "")), *(r.evict or "" for r in case.requests)]
     refused |= any("streaming" in rule or rule == "all" for rule in rules)
     refused |= case.model.partition("*")[0] in (*ALL_WINDOWED, *LATENTS)
