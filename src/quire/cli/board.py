@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 RESULT_FILE = "board.json"
 _GRID, _GRID_OPTIONS = Grid(), ("rules", "budgets", "schedules", "codecs", "sparse")
 _SHOWN = 20
-_PROMPTS, _QUICK_PROMPTS = 30, 8
+_PROMPTS, _QUICK_PROMPTS = 30, 6
 _QUICK = (
     Grid(rules=("recent:sinks=4", "snapkv", "keydiff"), budgets=("50%",), codecs=("none",)),
     Grid(rules=("snapkv", "keydiff"), budgets=("50%",), schedules=(PREFILL_END,), codecs=("int8",)),

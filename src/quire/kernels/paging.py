@@ -241,7 +241,8 @@ def gather_pages(
     index = (pages * (page_stride // unit) + plane.storage_offset() // unit)[:, None, :, None]
     index = index + head[None, :, None, None]
     index = index + torch.arange(block // unit, device=plane.device)
-    rows = plane.as_strided((plane.shape[0] * page_stride // unit, unit), (unit, 1), 0)
+    end = plane.storage_offset() + (len(plane) - 1) * page_stride + heads * block
+    rows = plane.as_strided((end // unit, unit), (unit, 1), 0)
     gathered = out[: index.numel() * unit].view(-1, unit)
     torch.index_select(rows, 0, index.flatten(), out=gathered)
     return gathered.view(len(pages), heads, -1, head_dim)

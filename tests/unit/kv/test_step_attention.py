@@ -16,6 +16,7 @@ from quire.codecs.registry import make_codec
 from quire.errors import InvariantError
 from quire.kernels.backend import AttentionMath
 from quire.kernels.gathered import GatheredAttention
+from quire.kernels.paging import gather_pages
 from quire.kernels.reference_backend import ReferenceAttention, attend_reference
 from quire.kernels.select import select_backend
 from quire.kernels.sparse import select_pages, select_together
@@ -667,3 +668,14 @@ def test_pages_of_all_lanes_are_those_of_each_lane_alone(data, sizes, columns):
             by_lane[row, lane, :, :count], select_pages(one, query[row, lane], count, **edges)
         )
         assert not by_lane[row, lane, :, count:].any()
+
+
+def test_the_last_page_is_read_where_pages_of_heads_are_views():
+    pages = torch.arange(3 * 2 * 4 * 8, dtype=torch.float32).view(3, 2, 4, 8)
+    heads = pages.as_strided((6, 1, 4, 8), (32, 32, 8, 1))
+    wide = pages.as_strided((11, 1, 4, 8), (16, 32, 8, 1))  # a page begins in another
+
+    for view, number in ((heads, 5), (wide, 10)):
+        out = torch.empty(32)
+        found = gather_pages(view, torch.tensor([[number]]), out)
+        assert torch.equal(found[0, 0], pages[2, 1])
