@@ -364,7 +364,7 @@ class Pair:
 
     @classmethod
     def stored(cls, values: Mapping[str, Any]) -> "Pair":
-        return cls(**values | {"difference": Mean(**values["difference"])})
+        return cls(**(dict(values) | {"difference": Mean(**values["difference"])}))
 
 
 def pairs_of(board: Board) -> list[Pair]:
