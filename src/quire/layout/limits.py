@@ -423,7 +423,7 @@ _sparse = partial(Limit, area="sparse attention", one="`--sparse`", subject="--s
 _OR_DENSE = ", or leave out --sparse"
 SPARSE_DEVICE = _sparse(
     other="a device other than a CPU and a CUDA GPU",
-    reason="pages are selected by C code and by operations of torch that are tested on these only",
+    reason="pages are selected by C code on a CPU, and for Triton kernels on a CUDA GPU",
     instead="use --device cpu or cuda" + _OR_DENSE,
 )
 SPARSE_INVARIANT = _sparse(

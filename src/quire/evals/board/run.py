@@ -46,7 +46,10 @@ class BoardConfig:
 
     def __post_init__(self) -> None:
         if not self.entries or self.entries[0].name != FULL:
-            raise ConfigError("expected full KV as the first entry of a leaderboard")
+            raise ConfigError(
+                "expected full KV, which reads all pages, as the first entry of a leaderboard: "
+                "list off in --sparse"
+            )
         if not self.tasks:
             raise ConfigError("expected at least one task, got none: add --tasks")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
