@@ -1,7 +1,8 @@
 """Compare the figures of documents with stored results and with quick forms.
 
 A value is a number in a JSON result, or a figure of a sentence of the results log. A quick form is
-a command whose last line of standard output is one JSON object.
+a command whose last line of standard output is one JSON object. What cannot be compared raises
+`ConfigError`.
 """
 
 import json
@@ -30,11 +31,7 @@ _COMBINED: dict[Combine, Callable[[Sequence[float]], float]] = {
 
 
 def measured(figure: Figure, lookup: Lookup) -> float:
-    """The value of a figure in the unit of its sentence.
-
-    Raises:
-        ConfigError: a key does not exist, or the value has no number.
-    """
+    """The value of a figure in the unit of its sentence."""
     try:
         combined = _COMBINED[figure.combine]([lookup(key) for key in figure.keys])
     except ZeroDivisionError as error:
@@ -43,11 +40,7 @@ def measured(figure: Figure, lookup: Lookup) -> float:
 
 
 def lookup_in(path: Path) -> Lookup:
-    """Lookup in a stored result: a JSON file, or sentences of a Markdown file.
-
-    Raises:
-        ConfigError: the file does not exist.
-    """
+    """Lookup in a stored result: a JSON file, or sentences of a Markdown file."""
     if not path.is_file():
         raise ConfigError(f"expected a stored result, {path.name} does not exist")
     text = path.read_text(encoding="utf-8")
@@ -58,11 +51,7 @@ def lookup_in(path: Path) -> Lookup:
 
 
 def number_at(result: Any, key: str) -> float:
-    """The number at a path such as `claims/run_s` or `arms/speed/tables/0/rows/2/4`.
-
-    Raises:
-        ConfigError: a name or index does not exist, or the value is no number.
-    """
+    """The number at a path such as `claims/run_s` or `arms/speed/tables/0/rows/2/4`."""
     found = result
     for name in key.split("/"):
         if isinstance(found, dict) and name in found:
@@ -81,12 +70,7 @@ _SHOWN_CHARACTERS = 500
 
 
 def run_quick(form: QuickForm, root: Path) -> dict[str, Any]:
-    """Run a command in the root of the checkout and parse the last line of its output.
-
-    Raises:
-        ConfigError: the command does not exist, fails, takes too long, or its last line is no JSON
-            object.
-    """
+    """Run a command in the root of the checkout and parse the last line of its output."""
     paths = (str(root / "src"), str(root), os.environ.get("PYTHONPATH"))
     try:
         finished = subprocess.run(
@@ -115,26 +99,15 @@ def run_quick(form: QuickForm, root: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One comparison.
-
-    Attributes:
-        claim: name of the claim.
-        document: path of the document.
-        sentence: sentence of the claim.
-        stated: figure in the document; "" if the sentence was not found.
-        measured: measured value in the unit of the sentence; None if there is none.
-        source: stored result, or command of the quick form.
-        problem: why the figures could not be compared, or "".
-        agrees: whether the document states the measured value.
-    """
+    """One comparison of a figure of a document with its measured value."""
 
     claim: str
     document: str
     sentence: str
-    stated: str = ""
-    measured: float | None = None
-    source: str
-    problem: str = ""
+    stated: str = ""  # in the document; "" if the sentence was not found
+    measured: float | None = None  # in the unit of the sentence
+    source: str  # stored result, or command of the quick form
+    problem: str = ""  # why the figures could not be compared
     agrees: bool = False
 
     @property

@@ -33,18 +33,12 @@ class _Entry(BaseModel):
 
 
 class Figure(_Entry):
-    """One figure of a sentence.
+    """One figure of a sentence."""
 
-    Attributes:
-        keys: paths in the stored result, with `/` between names and indexes; for the results log,
-            sentences of the log with `{}` for the figure.
-        combine: how the values become one.
-        scale: factor to the unit of the sentence, such as 1e-6 from bytes to MB.
-    """
-
+    # paths in the stored result, names and indexes with `/` between them, or sentences of the log
     keys: tuple[str, ...] = Field(min_length=1)
     combine: Combine = "value"
-    scale: float = 1.0
+    scale: float = 1.0  # factor to the unit of the sentence, such as 1e-6 from bytes to MB
 
     @model_validator(mode="after")
     def _has_as_many_keys_as_combined(self) -> "Figure":
@@ -55,42 +49,27 @@ class Figure(_Entry):
 
 
 class QuickForm(_Entry):
-    """A command that measures figures again on any machine; its last line is one JSON object.
+    """A command that measures figures again on any machine; its last line is one JSON object."""
 
-    Attributes:
-        command: program and arguments; `python` is the running interpreter.
-        duration_s: seconds on two quiet cores.
-    """
-
-    command: tuple[str, ...]
-    duration_s: float
+    command: tuple[str, ...]  # `python` is the running interpreter
+    duration_s: float  # on two quiet cores
 
 
 class Claim(_Entry):
-    """A sentence or table row of a document with measured figures.
-
-    Attributes:
-        name: name in the registry.
-        document: path of the document from the root of the checkout.
-        sentence: text with `{}` for each figure; it occurs once in the document.
-        stored: path of the stored result: a JSON file, or the results log.
-        figures: one for each `{}`; a text stands for its key.
-        script: path of the script that measures the figures in full.
-        quick: name of the form that measures them again; None: the full measurement only.
-    """
+    """A sentence or table row of a document with measured figures; paths are from the checkout."""
 
     name: str
     document: str
-    sentence: str
-    stored: str
-    figures: tuple[
+    sentence: str  # text with `{}` for each figure; it occurs once in the document
+    stored: str  # a JSON file, or the results log
+    figures: tuple[  # one for each `{}`; a text stands for its key
         Annotated[
             Figure, BeforeValidator(lambda one: {"keys": [one]} if isinstance(one, str) else one)
         ],
         ...,
     ] = Field(min_length=1)
-    script: str
-    quick: str | None = None
+    script: str  # measures the figures in full
+    quick: str | None = None  # form that measures them again
 
     @model_validator(mode="after")
     def _has_a_figure_for_each_mark(self) -> "Claim":
@@ -104,19 +83,12 @@ class Claim(_Entry):
 
 
 class Registry(_Entry):
-    """All claims, and what the scan for figures skips.
-
-    Attributes:
-        claim: claims by name, in the order of the file.
-        quick: quick forms by name.
-        documents: scanned documents, paths or patterns of `Path.glob`.
-        exempt: by document, texts whose figures are not measured, with the reason.
-    """
+    """All claims and quick forms by name, and what the scan for figures skips."""
 
     claim: dict[str, Claim] = {}
     quick: dict[str, QuickForm] = {}
-    documents: tuple[str, ...] = ()
-    exempt: dict[str, dict[str, str]] = {}
+    documents: tuple[str, ...] = ()  # scanned: paths or patterns of `Path.glob`
+    exempt: dict[str, dict[str, str]] = {}  # by document: texts with the reason
 
     @model_validator(mode="after")
     def _has_the_named_quick_forms(self) -> "Registry":
@@ -149,21 +121,14 @@ def read_registry(path: Path) -> Registry:
         raise ConfigError(f"expected the entries of claims in {path.name}, got: {error}") from error
 
 
-# ---- sentences ---------------------------------------------------------------------------------
-
 NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
 
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """A figure as a document states it.
+    """A figure as a document states it, and its offsets in the document."""
 
-    Attributes:
-        text: digits of the figure, with separators of thousands.
-        start, end: its offsets in the document.
-    """
-
-    text: str
+    text: str  # digits, with separators of thousands
     start: int
     end: int
 
@@ -194,8 +159,6 @@ def stated_figures(text: str, sentence: str) -> tuple[Stated, ...]:
     spans = (match.span(group) for group in range(1, sentence.count(FIGURE) + 1))
     return tuple(Stated(text[start:end], start, end) for start, end in spans)
 
-
-# ---- figures without a claim ---------------------------------------------------------------------
 
 _UNITS = (
     r"x|times|%|percent|points|nats|[uµ]s|ms|s|seconds|min|minutes|hours|bytes|B|[kKMGT]i?B|"
