@@ -10,7 +10,7 @@ from benchmarks.common.command import run_command
 from benchmarks.common.flags import AsJson, Out, parts_option, quick_option
 from benchmarks.common.result import PartResult
 from benchmarks.offload.config import QUICK_OFFLOAD, OffloadBenchConfig
-from benchmarks.offload.engine import run_engine, run_engine_gain, run_sparse
+from benchmarks.offload.engine import run_engine, run_engine_gain, run_sparse, run_sparse_memory
 from benchmarks.offload.restore import run_restore
 from quire.cli.common import use_threads
 
@@ -19,6 +19,7 @@ PARTS: Mapping[str, Callable[[OffloadBenchConfig], PartResult]] = {
     "engine": run_engine,
     "engine_gain": run_engine_gain,
     "sparse": run_sparse,
+    "sparse_memory": run_sparse_memory,
 }
 
 
@@ -34,7 +35,7 @@ def offload(
 ) -> None:
     """Compare prefetch and partial recompute for decoding with KV in host memory.
 
-    The parts engine, engine_gain and sparse run engines, restore loads prefixes from a slowed Redis
+    All parts but restore run engines; restore loads prefixes from a slowed Redis
     server. torch uses one thread; the link uses another core.
     """
     config = QUICK_OFFLOAD if quick else OffloadBenchConfig()

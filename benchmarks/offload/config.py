@@ -19,8 +19,9 @@ class OffloadBenchConfig:
         sparse_rows: sequences of the part `sparse`.
         sparse_tokens: prompt length of its sequences.
         sparse_steps: decode steps of its sequences.
+        sparse_rounds: measured turns of the part `sparse_memory`, which has the same sequences.
         sparse_page_tokens: tokens of its pages.
-        sparse_memory: its KV memory as a fraction of the whole KV.
+        sparse_memory: KV memory of the part `sparse` as a fraction of the whole KV.
     """
 
     repeats: int = 5
@@ -34,6 +35,7 @@ class OffloadBenchConfig:
     sparse_rows: int = 8
     sparse_tokens: int = 16_384
     sparse_steps: int = 8
+    sparse_rounds: int = 5
     sparse_page_tokens: int = 64
     sparse_memory: float = 0.2
 
@@ -48,6 +50,7 @@ QUICK_OFFLOAD = OffloadBenchConfig(
     gain_steps=5,
     sparse_rows=2,
     sparse_tokens=1024,
+    sparse_rounds=2,
     sparse_page_tokens=16,
     sparse_memory=0.35,
 )

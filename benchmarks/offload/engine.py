@@ -11,6 +11,9 @@ engine_gain   decode steps on a slowed link, with the ratios of the paper:
 sparse        decode steps of the 125M shape in bfloat16 on a link slowed likewise:
     prefetch  all offloaded KV is transferred, one layer ahead
     sparse    a tenth of the pages is read, and only pages that are not on the device are fetched
+sparse_memory decode steps of the same shape with all KV in memory, in turn over one prefill:
+    full      attention reads all pages
+    sparse    attention reads a tenth of them
 
 In `engine`, steps are timed by the wall clock, prefill by CPU seconds; variants are interleaved. In
 `engine_gain` either KV is offloaded (one batch; weights on the device), or weights and KV (the
@@ -488,7 +491,8 @@ def _gain_table(
 
 
 _SPARSE_CHUNK = 256
-_SPARSE_ARMS = {"prefetch": "off", "sparse": "quest:budget=10%"}
+_SPARSE_RULE = "quest:budget=10%"
+_SPARSE_ARMS = {"prefetch": "off", "sparse": _SPARSE_RULE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,11 +514,8 @@ class _SparseRun:
 
 def run_sparse(config: OffloadBenchConfig) -> PartResult:
     """Run the part."""
-    context = config.sparse_tokens + config.sparse_steps
-    shape = llama(32_000, 768, 2_048, layers=12, heads=12, kv_heads=4, context=context)
-    model = random_model(shape, dtype=torch.bfloat16)
+    model, whole_bytes = _sparse_model(config)
     speeds = _speeds(model)
-    whole_bytes = config.sparse_rows * context * model.spec.kv_bytes_per_token(2)
     found = {
         arm: _sparse_run(config, model, speeds, rule, whole_bytes)
         for arm, rule in _SPARSE_ARMS.items()
@@ -541,6 +542,70 @@ def run_sparse(config: OffloadBenchConfig) -> PartResult:
     return PartResult(claims=claims, tables=(table,), raw={a: r.step_s for a, r in found.items()})
 
 
+def _sparse_model(config: OffloadBenchConfig) -> tuple[LoadedModel, int]:
+    """The 125M shape, and the bytes of the KV of all rows."""
+    context = config.sparse_tokens + config.sparse_steps
+    shape = llama(32_000, 768, 2_048, layers=12, heads=12, kv_heads=4, context=context)
+    model = random_model(shape, dtype=torch.bfloat16)
+    return model, config.sparse_rows * context * model.spec.kv_bytes_per_token(2)
+
+
+def _sparse_schedule(rows: int) -> ScheduleConfig:
+    """All prompts end in the same step."""
+    tokens = rows * _SPARSE_CHUNK
+    return ScheduleConfig(
+        chunk_tokens=_SPARSE_CHUNK, max_num_seqs=rows, max_num_batched_tokens=tokens
+    )
+
+
+def run_sparse_memory(config: OffloadBenchConfig) -> PartResult:
+    """Run the part."""
+    model, whole_bytes = _sparse_model(config)
+    # the bounds of a page take the bytes of two of its tokens; each row has a last page of its own
+    memory = int((1.1 + 2 / config.sparse_page_tokens) * whole_bytes)
+    kv = KVConfig(memory=memory, page_tokens=config.sparse_page_tokens, sparse=_SPARSE_RULE)
+    engine = Engine(model, kv, _sparse_schedule(config.sparse_rows))
+    times: dict[str, list[float]] = {"full": [], "sparse": []}
+    for turn in range(config.sparse_rounds + 1):
+        for arm, rule in (("full", "off"), ("sparse", _SPARSE_RULE)):
+            params = SamplingParams(
+                max_tokens=config.sparse_steps, ignore_eos=True, temperature=0.0
+            )
+            for row in range(config.sparse_rows):
+                prompt = random_prompt(model, config.sparse_tokens, row)
+                name = f"{turn}-{arm}-{row}"
+                engine.submit(GenerationRequest(prompt, params, request_id=name, sparse=rule))
+            found: list[float] = []
+            while engine.has_work:
+                started_s = time.perf_counter()
+                if len(engine.step()) == config.sparse_rows:
+                    found.append(time.perf_counter() - started_s)
+            if turn:  # the first turn computes the prompts
+                times[arm].append(statistics.median(found[1:]))
+    stats = engine.stats()
+    return PartResult(
+        claims={
+            "sparse_over_full": statistics.median(
+                full / sparse for full, sparse in zip(times["full"], times["sparse"], strict=True)
+            ),
+            "sparse_memory_bytes": stats.kv_peak_bytes / whole_bytes,
+        },
+        tables=(
+            Table(
+                name="sparse-memory",
+                caption=(
+                    f"Decode steps of {config.sparse_rows} sequences of {config.sparse_tokens:,} "
+                    f"tokens of the 125M shape in bfloat16, pages of {config.sparse_page_tokens} "
+                    "tokens, all KV in memory; medians of interleaved turns."
+                ),
+                columns=("attention", "ms"),
+                rows=tuple((arm, 1e3 * statistics.median(of)) for arm, of in times.items()),
+            ),
+        ),
+        raw=times,
+    )
+
+
 def _sparse_run(
     config: OffloadBenchConfig, model: LoadedModel, speeds: _Speeds, rule: str, whole_bytes: int
 ) -> _SparseRun:
@@ -556,12 +621,7 @@ def _sparse_run(
     )
     with _on_link(model, link, speeds):
         rows = config.sparse_rows
-        schedule = ScheduleConfig(  # all prompts end in the same step
-            chunk_tokens=_SPARSE_CHUNK,
-            max_num_seqs=rows,
-            max_num_batched_tokens=rows * _SPARSE_CHUNK,
-        )
-        engine = Engine(model, kv, schedule)
+        engine = Engine(model, kv, _sparse_schedule(rows))
         params = SamplingParams(max_tokens=config.sparse_steps, ignore_eos=True, temperature=0.0)
         for row in range(rows):
             prompt = random_prompt(model, config.sparse_tokens, row)
