@@ -182,7 +182,8 @@ def values_of(cell: CellResult) -> NDArray[np.float64]:
 
 
 def _mean_bytes(cells: Sequence[CellResult]) -> float:
-    return float(np.mean([prompt.kv_peak_bytes for cell in cells for prompt in cell.prompts]))
+    known = [prompt.kv_peak_bytes for cell in cells for prompt in cell.prompts]
+    return float(np.mean([num_bytes for num_bytes in known if num_bytes is not None]))
 
 
 def _kv_share(cells: Sequence[CellResult], reference: Sequence[CellResult]) -> float:

@@ -9,7 +9,9 @@ rules use the same statistics, apart from those of the newest queries, then comp
 up to its first eviction or these queries. Their quality is that of requests of their own; bytes are
 measured with the first prompt of a cell, which also runs without cached prefixes, and there are no
 tokens/s. The pages of this engine serve all its rules: a rule that needs no one-head pages has
-slightly fewer bytes in an engine of its own.
+slightly fewer bytes in an engine of its own. Full KV runs alone, unless all entries differ in
+`--sparse` only: it then shares their prefills too, and its bytes are those of its own engine, whose
+pages have no bounds of keys.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +30,7 @@ from quire.evals.suite.runner import SampleRunner, further_parts
 from quire.evals.suite.sanity import SKIPPED, Sanity, sanity_of
 from quire.evals.tune.scores import fingerprint_of
 from quire.layout.kv_format import fill_plain, read_format
+from quire.layout.sparse import OFF
 from quire.policies.eviction import make_eviction
 
 
@@ -99,8 +102,11 @@ class BoardRunner:
         self._engines, self._kv, self._config = engines, kv, config
         self._identity, self.stored, self._pace = identity, stored, pace
         self._samples: dict[str, list[Sample]] = {}
-        # of each codec and value of --sparse
+        # of each codec and value of --sparse of an engine
         self._engine_rules: dict[tuple[str, str], list[list[str]]] = {}
+        first, *others = config.entries
+        alike = all((one.evict, one.codec) == (first.evict, first.codec) for one in others)
+        self._shares_reference = config.shares_prefill and bool(others) and alike
 
     def reference(self) -> LLM:
         return self._engines.of(self._config.reference.applied(self._kv))
@@ -148,18 +154,17 @@ class BoardRunner:
     def _groups(self) -> list[list[BoardEntry]]:
         """Entries in the order in which they run: a group computes each prompt once.
 
-        The reference comes first, and alone. Without a shared prefill each entry is a group.
+        The reference comes first. An entry that shares no prefill is a group.
         """
-        first, *others = self._config.entries
-        groups: dict[object, list[BoardEntry]] = {None: [first]}
-        for entry in others:
+        groups: dict[object, list[BoardEntry]] = {}
+        for entry in self._config.entries:
             shared: tuple[object, ...] = ()
             with suppress(ConfigError):  # shown in the table when the entry runs
                 rule = make_eviction(entry.evict)
                 # statistics of the newest queries start from any cached prefix: they need no copies
                 names = tuple(one.name for one in rule.statistics if one.newest is None)
                 shared = (rule.policy is not None and rule.policy.rerotates_keys, names)
-            key = (entry.codec, entry.sparse, shared) if self._config.shares_prefill else entry
+            key = (entry.codec, self._bounds(entry), shared) if self._shares(entry) else entry
             groups.setdefault(key, []).append(entry)
         return list(groups.values())
 
@@ -217,22 +222,27 @@ class BoardRunner:
         """Name and fingerprint of a stored cell."""
         kv, config = entry.applied(self._kv), self._config
         options = (config.tokens, config.count, config.seeds, config.evict_before_question)
-        shared = ("shared",) if config.shares_prefill and entry != config.reference else ()
+        shared = ("shared",) if self._shares(entry) else ()
         more = further_parts(task, kv, config.reference.applied(self._kv))
         fingerprint = fingerprint_of(*self._identity, kv, task, options, *shared, *more)
         return f"{task.name}-{fingerprint}", fingerprint
 
     def _measured(self, entry: BoardEntry, task: EvalTask, full: CellResult | None) -> CellResult:
         kv, config = entry.applied(self._kv), self._config
-        shares = config.shares_prefill and entry != config.reference
-        llm = self._engines.of(self._shared(entry) if shares else kv)
-        runner = SampleRunner(
-            llm,
-            kv,
-            evict_before_question=config.evict_before_question,
-            shares_prefill=shares,
-        )
+        shares, before = self._shares(entry), config.evict_before_question
         with self._pace.measuring():
+            alone = None
+            if shares and entry == config.reference:
+                own = SampleRunner(self._engines.of(kv), kv, evict_before_question=before)
+                alone = own.kv_bytes(task, self.samples(task)[0])
+            llm = self._engines.of(self._shared(entry) if shares else kv)
+            runner = SampleRunner(
+                llm,
+                kv,
+                evict_before_question=before,
+                shares_prefill=shares,
+                alone_kv_bytes=alone,
+            )
             prompts, seconds = runner.run(task, self.samples(task), full)
         return CellResult(
             task=task.name,
@@ -242,12 +252,23 @@ class BoardRunner:
             seconds=seconds,
         )
 
+    def _shares(self, entry: BoardEntry) -> bool:
+        """Whether the entry runs in an engine with others, which computes each prompt once."""
+        is_reference = entry == self._config.reference
+        return self._shares_reference if is_reference else self._config.shares_prefill
+
+    def _bounds(self, entry: BoardEntry) -> str:
+        """`--sparse` of the engine that runs an entry with others: whether pages have bounds."""
+        if entry.sparse == OFF and not self._shares_reference:
+            return OFF
+        return next((one.sparse for one in self._config.entries if one.sparse != OFF), OFF)
+
     def _shared(self, entry: BoardEntry) -> KVConfig:
-        """The configuration of the engine that runs all entries of a codec and `--sparse`.
+        """The configuration of the engine that runs all entries of a codec, with bounds or without.
 
         A rule that an engine cannot serve beside the others, or not at all, has one of its own.
         """
-        kind = (entry.codec, entry.sparse)
+        kind = (entry.codec, self._bounds(entry))
         if kind not in self._engine_rules:
             self._engine_rules[kind] = self._rules_by_engine(entry)
         rules = next(own for own in self._engine_rules[kind] if entry.rule in own)
@@ -255,7 +276,8 @@ class BoardRunner:
 
     def _rules_by_engine(self, entry: BoardEntry) -> list[list[str]]:
         alike = (one for one in self._config.entries if one.codec == entry.codec)
-        rules = list(dict.fromkeys(one.rule for one in alike if one.sparse == entry.sparse))
+        bounds = self._bounds(entry)
+        rules = list(dict.fromkeys(one.rule for one in alike if self._bounds(one) == bounds))
         if self._opens(entry, rules):
             return [rules]
         self.reference()  # the model is loaded once
@@ -279,6 +301,7 @@ class BoardRunner:
         return replace(
             entry.applied(self._kv),
             evict=FULL,
+            sparse=self._bounds(entry),
             evict_allow=allow or self._kv.evict_allow,
             prefix_cache=replace(self._kv.prefix_cache, enabled=True),
         )

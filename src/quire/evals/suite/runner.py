@@ -44,6 +44,8 @@ class SampleRunner:
         shares_prefill: whether the engine has the rules of several runs and a prefix cache: each
             request names its own rule. The first sample then also runs without cached prefixes:
             only its KV bytes are those of a request of its own, and the others have none.
+        alone_kv_bytes: with a shared prefill, bytes of the first sample in another engine; None: it
+            runs here.
     """
 
     def __init__(
@@ -53,13 +55,14 @@ class SampleRunner:
         *,
         evict_before_question: bool | None = None,
         shares_prefill: bool = False,
+        alone_kv_bytes: int | None = None,
     ) -> None:
         self._llm, self._kv, rule = llm, kv, make_eviction(kv.evict)
         is_sparse = parse_sparse(kv.sparse) is not None
         self._before = rule.when == PREFILL_END or is_sparse
         if evict_before_question is not None:
             self._before = (rule.evicts or is_sparse) and evict_before_question
-        self._shares_prefill = shares_prefill
+        self._shares_prefill, self._alone_kv_bytes = shares_prefill, alone_kv_bytes
 
     def run(
         self, task: EvalTask, samples: Sequence[Sample], full: CellResult | None = None
@@ -71,8 +74,11 @@ class SampleRunner:
         Raises:
             ConfigError: all outputs of full KV are empty.
         """
+        own = OptionsOfMany()
+        if self._shares_prefill:
+            own = OptionsOfMany(evict=self._kv.evict, sparse=self._kv.sparse)
         if task.follows_full:
-            followed = self._results(task, samples) if full is None else full.prompts
+            followed = self._results(task, samples, **own) if full is None else full.prompts
             if not any(prompt.output_ids for prompt in followed):
                 raise ConfigError(
                     f"every output of task {task.name!r} with full KV is empty: leave the task out"
@@ -82,20 +88,25 @@ class SampleRunner:
                 for sample, prompt in zip(samples, followed, strict=True)
             ]
         started = time.perf_counter()
-        if not self._shares_prefill:
-            results = self._results(task, samples)
-        else:
-            evict, sparse = self._kv.evict, self._kv.sparse
-            # of the task too: windows of two tasks begin with the same text
-            salt = f"{task.name} {evict}"
-            alone = self._results(task, samples[:1], evict=evict, sparse=sparse, cache_salt=salt)
-            found = self._results(task, samples, evict=evict, sparse=sparse)
-            known = [alone[0].kv_peak_bytes, *[None] * (len(samples) - 1)]
+        results = self._results(task, samples, **own)
+        if self._shares_prefill:
+            alone = self._alone_kv_bytes
+            alone = self.kv_bytes(task, samples[0], **own) if alone is None else alone
+            known = [alone, *[None] * (len(samples) - 1)]
             results = tuple(
                 replace(one, kv_peak_bytes=kv_bytes)
-                for one, kv_bytes in zip(found, known, strict=True)
+                for one, kv_bytes in zip(results, known, strict=True)
             )
         return results, time.perf_counter() - started
+
+    def kv_bytes(self, task: EvalTask, sample: Sample, **options: Unpack[OptionsOfMany]) -> int:
+        """Peak KV bytes of a sample that runs alone and reads no prefix of another request."""
+        # of the task too: windows of two tasks begin with the same text
+        rule = f"{options.get('evict')} {options.get('sparse')}"
+        options["cache_salt"] = f"{task.name} {rule}"
+        found = self._results(task, [sample], **options)[0].kv_peak_bytes
+        assert found is not None, "a finished request has a peak"
+        return found
 
     def _results(
         self, task: EvalTask, samples: Sequence[Sample], **options: Unpack[OptionsOfMany]
