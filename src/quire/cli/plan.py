@@ -31,6 +31,7 @@ from quire.layout.config import read_json_object
 from quire.layout.options import option, parse_named
 from quire.layout.packaged import PACKAGED_MODEL
 from quire.layout.sizes import parse_size, parse_size_or
+from quire.layout.sparse import OFF
 from quire.layout.values import is_count
 from quire.plan.capacity import Workload
 
@@ -102,6 +103,12 @@ class PlanFlags:
     )
     page_tokens: int = option(
         16, help="Tokens per page.", flag="block-size", group=MODEL, common=True
+    )
+    sparse: str = option(
+        OFF,
+        help="Pages that decode steps read, e.g. quest:budget=10%; see --sparse of quire serve.",
+        group=MODEL,
+        common=True,
     )
     sequence_tokens: int | None = option(
         None,
@@ -205,6 +212,7 @@ def plan(
             weight_codec=flags.weight_codec,
             kv_codec=flags.kv_codec,
             page_tokens=flags.page_tokens,
+            sparse=flags.sparse,
             sequence_tokens=flags.sequence_tokens,
             batch=DEFAULT_BATCH if flags.batch is None else flags.batch,
             max_num_batched_tokens=flags.max_num_batched_tokens,
@@ -220,6 +228,10 @@ def plan(
         if flags.maximize_batch is not None:
             if flags.board is not None:
                 raise ConfigError("--board is for the table of codecs: leave out --maximize-batch")
+            if flags.sparse != OFF and not is_from_file(flags.config, "sparse", flags.sparse):
+                raise ConfigError(
+                    "--maximize-batch plans decode steps that read all KV: leave out --sparse"
+                )
             prompt_tokens, new_tokens = parse_lengths(flags.maximize_batch)
             use_threads(flags.threads)
             question = BatchQuestion(

@@ -22,6 +22,7 @@ from quire.layout.limits import refuse_model_type
 from quire.layout.model import HeadShape, ModelSpec
 from quire.layout.pages import CacheLayout
 from quire.layout.sizes import format_size, option_size, rounded_size
+from quire.layout.sparse import OFF, parse_sparse, refuse_sparse
 from quire.plan.capacity import (
     DEFAULT_HEADROOM_SHARE,
     WEIGHT_BITS,
@@ -39,6 +40,7 @@ from quire.plan.capacity import (
     estimate_process,
     layer_kinds,
     sequence_bytes,
+    sparse_read_share,
     state_bytes,
     token_bytes,
 )
@@ -69,6 +71,7 @@ class PlanOptions:
     weight_codec: str = "auto"  # int8 or int4; "auto": none
     kv_codec: str | None = None  # None: dtype of the weights
     page_tokens: int = 16
+    sparse: str = OFF  # pages that a decode step reads
     sequence_tokens: int | None = None  # None: 2048 or the model's context
     batch: int = 8  # sequences, and rows sampled in a step
     max_num_batched_tokens: int = STEP_TOKENS
@@ -109,6 +112,8 @@ class PlanReport:
     state_bytes: int  # of the recurrent states of a sequence
     kinds: dict[str, LayerKind]
     disk_kv_bytes: int  # for cached prefixes
+    sparse: str  # pages that a decode step reads
+    kv_read_share_of_sequence: float  # of its KV, in a decode step, with the bounds of pages
     step: DecodeStep  # bytes read by a decode step of the batch
     crossover_batch: int  # smallest batch whose KV reads exceed the weight reads
     verdict: CapacityVerdict | None  # None without a workload
@@ -151,6 +156,7 @@ class PlanReport:
             "longest_tokens": self.capacity.longest_tokens,
             "crossover_batch": self.crossover_batch,
             "kv_read_share": self.step.kv_share,
+            "kv_read_share_of_sequence": self.kv_read_share_of_sequence,
         }
         if self.verdict is not None:
             numbers["workload_kv_bytes"] = self.verdict.kv_bytes
@@ -186,19 +192,27 @@ def plan_report(
     dtype = _resolve_dtype(options.dtype, config)
     kv_codec = dtype if options.kv_codec is None else options.kv_codec
     kv_codec = fill_plain(kv_codec, dtype, latent=model.latent is not None)
-    layout = layout_for(
-        model,
-        page_tokens=options.page_tokens,
-        codec=kv_codec,
-        # mixed precision (promoted tokens) exists only with eviction
-        evicting=read_format(kv_codec).promoted is not None,
+    sparse = parse_sparse(options.sparse)
+    if sparse is not None:
+        refuse_sparse(model, kv_codec, options.page_tokens)
+    layout, plain = (
+        layout_for(
+            model,
+            page_tokens=options.page_tokens,
+            codec=kv_codec,
+            # mixed precision (promoted tokens) exists only with eviction
+            evicting=read_format(kv_codec).promoted is not None,
+            bounds=bounds,
+        )
+        for bounds in (sparse is not None, False)
     )
-    kv_bytes_per_value = bytes_per_value(model, layout)
     weight_bytes_per_value = _weight_bytes(model, options, dtype) / model.num_parameters
     weights = planned_weights(model, weight_bytes_per_value, options.weights_memory_bytes)
     tokens = options.sequence_tokens
     if tokens is None:
         tokens = min(_USUAL_SEQUENCE_TOKENS, model.max_positions)
+    read_share = 1.0 if sparse is None else sparse_read_share(layout, plain, sparse, tokens)
+    read_bytes_per_value = read_share * bytes_per_value(model, plain)
     choices = tuple(_choices(model, options, dtype, tokens))
     try:
         memory = _divide(model, options, dtype_bytes(dtype), weights.device_bytes)
@@ -232,19 +246,21 @@ def plan_report(
         state_bytes=state_bytes(layout),
         kinds=layer_kinds(layout),
         disk_kv_bytes=options.disk_kv_bytes,
+        sparse=options.sparse,
+        kv_read_share_of_sequence=read_share,
         step=decode_step(
             model,
             batch=options.batch,
             tokens=tokens,
             weight_bytes_per_value=weight_bytes_per_value,
-            kv_bytes_per_value=kv_bytes_per_value,
+            kv_bytes_per_value=read_bytes_per_value,
             state_bytes=state_bytes(layout),
         ),
         crossover_batch=crossover_batch(
             model,
             tokens=tokens,
             weight_bytes_per_value=weight_bytes_per_value,
-            kv_bytes_per_value=kv_bytes_per_value,
+            kv_bytes_per_value=read_bytes_per_value,
             state_bytes=state_bytes(layout),
         ),
         verdict=_verdict(model, memory, layout, options.workload, weights),
@@ -311,6 +327,7 @@ def _choices(
                         page_tokens=options.page_tokens,
                         codec=fill_plain(kv_codec + states, dtype, latent=model.latent is not None),
                         evicting=share < 1,
+                        bounds=options.sparse != OFF,
                     )
                     for name, share in RETAINED.items()
                 }
@@ -583,6 +600,12 @@ def capacity_table(report: PlanReport) -> Table:
         "longest sequence",
         f"{fits.longest_tokens:,} tokens with its output, limited by {fits.longest_limit}",
     )
+    if report.sparse != OFF and possible:
+        table.add_row(
+            "sparse attention",
+            f"{report.sparse}: a decode step reads {report.kv_read_share_of_sequence:.1%} of the KV"
+            f" of {fits.sequence_tokens:,} tokens, with the bounds of pages",
+        )
     if report.disk_kv_bytes:
         size = format_size(report.disk_kv_bytes)
         table.add_row("prefixes on disk", f"up to {report.disk_tokens:,} tokens in {size}")

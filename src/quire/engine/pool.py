@@ -34,7 +34,7 @@ from quire.layout import limits
 from quire.layout.kv_format import read_format
 from quire.layout.layout import added_statistics, layout_for
 from quire.layout.pages import CacheLayout
-from quire.layout.sparse import parse_sparse
+from quire.layout.sparse import parse_sparse, refuse_sparse
 from quire.layout.statistics import Statistic
 from quire.models.base import attention_math
 from quire.models.loader import LoadedModel
@@ -232,21 +232,17 @@ def _refuse_sparse(
     rules: EvictionRules,
 ) -> None:
     """Refuse what sparse attention cannot be combined with."""
-    form, device = read_format(codec), model.decoder.device
+    device = model.decoder.device
     for is_limited, limit in (
         (device.type not in ("cpu", "cuda"), limits.SPARSE_DEVICE),
         (device.type == "cuda" and bool(config.offload.kv_memory), limits.SPARSE_OFFLOAD_DEVICE),
         (schedule.batch_invariant, limits.SPARSE_INVARIANT),
-        (bool(form.sinks or form.recent(config.page_tokens)), limits.SPARSE_FULL_PRECISION),
-        (form.promoted is not None, limits.SPARSE_FULL_PRECISION),
-        (bool(form.key.constants), limits.SPARSE_CALIBRATED),
         (rules.rerotates_keys or rules.mixes, limits.SPARSE_PRE_ROPE),
-        (any(heads.latent is not None for heads in model.spec.heads), limits.SPARSE_LATENT),
         (any(math.alibi for math in attention_math(model.decoder)), limits.SPARSE_ALIBI),
-        (not any(layer.stores_all for layer in model.spec.layers), limits.SPARSE_WINDOWS),
     ):
         if is_limited:
-            raise limits.refused(limit, codec=config.codec, device=device)
+            raise limits.refused(limit, device=device)
+    refuse_sparse(model.spec, codec, config.page_tokens)
 
 
 def _make_rules(

@@ -13,7 +13,10 @@ import math
 from dataclasses import dataclass
 
 from quire.errors import ConfigError, UnknownName
+from quire.layout import limits
 from quire.layout.eviction import parse_policy
+from quire.layout.kv_format import read_format
+from quire.layout.model import ModelSpec
 
 OFF, QUEST = "off", "quest"
 RULES = (QUEST, OFF)
@@ -74,6 +77,24 @@ class SparseSpec:
             assert self.share is not None, "see `__post_init__`"
             budget = max(self.min_pages, math.ceil(self.share * held - 1e-9))
         return budget if budget < held else 0
+
+
+def refuse_sparse(model: ModelSpec, codec: str, page_tokens: int) -> None:
+    """Refuse models and filled KV codecs whose pages have no bounds of keys.
+
+    Raises:
+        UnsoundCombination: the first limit that applies.
+    """
+    form = read_format(codec)
+    in_full_precision = form.sinks or form.recent(page_tokens) or form.promoted is not None
+    for is_limited, limit in (
+        (bool(in_full_precision), limits.SPARSE_FULL_PRECISION),
+        (bool(form.key.constants), limits.SPARSE_CALIBRATED),
+        (any(heads.latent is not None for heads in model.heads), limits.SPARSE_LATENT),
+        (not any(layer.stores_all for layer in model.layers), limits.SPARSE_WINDOWS),
+    ):
+        if is_limited:
+            raise limits.refused(limit, codec=codec)
 
 
 def parse_sparse(text: str) -> SparseSpec | None:

@@ -18,6 +18,7 @@ from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
 from quire.layout.pages import INDEX, CacheLayout, PageClass, choose_slab_bytes, slabs_for
 from quire.layout.sizes import format_size
+from quire.layout.sparse import SparseSpec
 from quire.plan.roofline import decode_step
 
 # Capacity: pages of a sequence, sequences in a pool, the longest sequence, and the limit.
@@ -46,6 +47,33 @@ def sequence_pages(layout: CacheLayout, tokens: int, retained: int | None = None
         slots = group.slots_at_most(tokens if group.bounded else least, 1)
         pages[group.page_class] += group.page_class.pages_for(slots) * group.num_lanes
     return pages
+
+
+def sparse_read_share(
+    layout: CacheLayout, plain: CacheLayout, sparse: SparseSpec, tokens: int
+) -> float:
+    """Fraction of a sequence's KV bytes that a decode step reads, with the bounds of its pages.
+
+    Args:
+        layout: whose pages have bounds.
+        plain: the same without bounds.
+        sparse: the pages that are read.
+        tokens: length of the sequence.
+    """
+    read_bytes = held_bytes = 0
+    for group, of_plain in zip(layout.groups, plain.groups, strict=True):
+        kv_bytes = of_plain.page_class.page_bytes
+        bounds_bytes = group.page_class.page_bytes - kv_bytes
+        held = group.page_class.pages_for(group.slots_at_most(tokens, 1))
+        read = (bounds_bytes and sparse.pages_read(held)) or held
+        dense = bisect_left(group.layers, sparse.dense_layers)
+        if read == held:
+            dense = len(group.layers)
+        of_sparse = read * kv_bytes + held * bounds_bytes
+        lanes = group.num_lanes // len(group.layers)
+        held_bytes += lanes * len(group.layers) * held * kv_bytes
+        read_bytes += lanes * (dense * held * kv_bytes + (len(group.layers) - dense) * of_sparse)
+    return read_bytes / max(1, held_bytes)
 
 
 def sequence_bytes(layout: CacheLayout, tokens: int, retained: int | None = None) -> int:

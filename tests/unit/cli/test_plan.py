@@ -26,7 +26,7 @@ from quire.cli.plan_report import DEVICES, RETAINED
 from quire.cli.settings import Settings
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
-from quire.errors import ConfigError, ModelError, UnknownName
+from quire.errors import ConfigError, ModelError, UnknownName, UnsoundCombination
 from quire.layout.model import ModelSpec
 from quire.layout.sizes import parse_size
 from quire.models.loader import load_model
@@ -79,6 +79,34 @@ def test_kv_memory_is_the_remainder_in_pages_of_sequences(folder):
         plan_report(folder, PlanOptions(weight_codec="int5"))
     with pytest.raises(ConfigError, match="--weights-memory all"):
         plan_report(folder, PlanOptions(weight_codec="int8", weights_memory_bytes=1 << 20))
+
+
+def test_sparse_attention_stores_bounds_and_reads_few_pages(folder: Path):
+    options = PlanOptions(memory_bytes=GIB)
+    rules = ("off", "quest:budget=100%", "quest:pages=8,dense_layers=1")
+    off, all_pages, few = (plan_report(folder, replace(options, sparse=rule)) for rule in rules)
+
+    page_bytes, bounds_bytes = 2 * 2 * 16 * 16 * 2, 2 * 2 * 16 * 2  # 2 KV heads of 16, float16
+    assert off.capacity.page_bytes == page_bytes
+    assert all_pages.capacity.page_bytes == few.capacity.page_bytes == page_bytes + bounds_bytes
+    assert few.capacity.sequences < off.capacity.sequences
+    # 32 pages of 512 tokens; the first of 4 layers reads all of them
+    read_bytes = 32 * page_bytes + 3 * (8 * page_bytes + 32 * bounds_bytes)
+    assert few.kv_read_share_of_sequence == read_bytes / (4 * 32 * page_bytes)
+    assert few.step.kv_read_bytes == few.kv_read_share_of_sequence * off.step.kv_read_bytes
+    assert all_pages.step == off.step
+    assert off.crossover_batch == all_pages.crossover_batch < few.crossover_batch
+    plain = next(c for c in few.choices if c.weight_codec == c.kv_codec == "float16")
+    assert plain.sequences["all tokens"] == few.capacity.sequences
+
+    for codec in ("int8_channel/int8", "kivi4+sinks=4+residual=32"):
+        with pytest.raises(UnsoundCombination, match="--sparse"):
+            plan_report(folder, replace(options, sparse=rules[2], kv_codec=codec))
+    shown = quire_plan(str(folder), "--memory", "1GiB", "--sparse", rules[2])
+    assert "sparse attention" in shown.stdout
+    assert "reads 48.4% of" in shown.stdout
+    refused = quire_plan(str(folder), "--sparse", rules[2], "--maximize-batch", "64,8")
+    assert "leave out --sparse" in refused.stderr
 
 
 def test_choices_are_plans_with_other_codecs_and_retained_tokens(folder: Path):
