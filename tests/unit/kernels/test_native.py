@@ -17,7 +17,7 @@ import torch
 
 import quire.kernels.native
 from quire.errors import UnknownName
-from quire.kernels.native import self_test
+from quire.kernels.native import library, self_test
 from quire.kernels.native.library import (
     INSTRUCTION_SETS,
     MAX_CPU_ISA,
@@ -160,6 +160,19 @@ def test_invalid_digest_file_is_unfit(tmp_path, digest):
     library.with_name("a.so.json").write_text(digest)
 
     assert "reinstall Quire" in unfit_reason(library)
+
+
+def test_a_library_that_cannot_be_used_is_a_warning_and_a_missing_one_is_not(
+    tmp_path, caplog, monkeypatch
+):
+    put(tmp_path / FILE, b"altered", digest_of=b"built")
+    found = []
+    for folder in (tmp_path, tmp_path / "without"):
+        monkeypatch.setattr(library, "__file__", str(folder / "library.py"))
+        found.append(load_library.__wrapped__().reason)
+    assert ["altered" in reason for reason in found] == [True, False]
+    warning = f"attention runs in torch, which is slower: {found[0]}"
+    assert [record.getMessage() for record in caplog.records] == [warning]
 
 
 # ---- the self-test -----------------------------------------------------------------------------

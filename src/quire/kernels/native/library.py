@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import json
+import logging
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -54,6 +55,7 @@ from quire.kernels.native.arguments import (
     WriteArgs,
 )
 
+_log = logging.getLogger(__name__)
 LIBRARY = "_attention.so"  # without a Python version: ctypes does not depend on it
 PATHS = ("plain C", "AVX2", "AVX-512", "AVX-512 with bfloat16 products")
 INSTRUCTION_SETS = ("plain", "avx2", "avx512", "avx512_bf16")  # of PATHS
@@ -164,7 +166,10 @@ def load_library() -> NativeLibrary | NotLoaded:
             "failed (pip install -v shows it); or the wheel without it was installed"
         )
     library = load_from(path)
-    return library if isinstance(library, NotLoaded) else limited(library, os.environ)
+    if isinstance(library, NotLoaded):  # an install without it may be a choice
+        _log.warning("attention runs in torch, which is slower: %s", library.reason)
+        return library
+    return limited(library, os.environ)
 
 
 def limited(library: NativeLibrary, environment: Mapping[str, str]) -> NativeLibrary:
