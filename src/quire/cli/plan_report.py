@@ -194,7 +194,7 @@ def plan_report(
     kv_codec = fill_plain(kv_codec, dtype, latent=model.latent is not None)
     sparse = parse_sparse(options.sparse)
     if sparse is not None:
-        refuse_sparse(model, kv_codec, options.page_tokens)
+        refuse_sparse(model, kv_codec)
     layout, plain = (
         layout_for(
             model,

@@ -242,7 +242,7 @@ def _refuse_sparse(
     ):
         if is_limited:
             raise limits.refused(limit, device=device)
-    refuse_sparse(model.spec, codec, config.page_tokens)
+    refuse_sparse(model.spec, codec)
 
 
 def _make_rules(

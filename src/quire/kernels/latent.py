@@ -189,12 +189,7 @@ class LatentPart:
         """Return the pages of these rows."""
         (rows, tokens), full = self.indices(pages.rows.device), pages.full_precision
         if full is not None:
-            full = replace(
-                full,
-                lengths=full.lengths[self.rows],
-                starts=self.step.starts,
-                fresh=(full.fresh[0][tokens], full.fresh[1][tokens]),
-            )
+            full = full.of_rows(self.rows, self.step.starts, tokens)
         return replace(pages, rows=pages.rows[rows], full_precision=full)
 
 

@@ -16,7 +16,7 @@ scores. Its other rows, and those with fewer pages than it may read, attend to a
 
 Bounds are exact: those of the keys as attention decodes them, rounded outward if they have fewer
 digits. Only where a row drops tokens of a page that it shares can bounds be too wide, until the
-page is copied.
+page is copied. Tokens in full precision count with their codes.
 Source: Tang et al. 2024, Quest, arXiv 2406.10774.
 
 Differs from the paper:
@@ -42,6 +42,11 @@ from quire.kernels.backend import (
 )
 from quire.kernels.coded import CodedPlanes
 from quire.kernels.device_copies import to_device
+from quire.kernels.token_precision import (
+    FullPrecisionPages,
+    in_full_precision,
+    write_full_precision,
+)
 
 
 def select_pages(
@@ -166,7 +171,7 @@ class SparsePlan:
             flat = [np.arange(starts[row], starts[row] + tokens[row]) for row in own]
             token, row = to_device(np.concatenate(flat), device), to_device(own, device)
             sums = None if column_sums is None else column_sums[row]
-            of_rows = _of_rows(pages, row)
+            of_rows = _of_rows(pages, own, StepShape.of(tokens[own]).starts, token)
             own_fresh = (fresh[0][token], fresh[1][token])
             out[token] = self.backend.attend(
                 self.dense, of_rows, math, query[token], own_fresh, column_sums=sums
@@ -179,8 +184,10 @@ class SparsePlan:
         if pages.offloaded is not None:
             counts, found = self._counts(), columns.cpu().numpy()
             numbers = torch.from_numpy(pages.offloaded.fetch(self.rows, found, counts)).to(device)
-        apart = _of_heads(_of_rows(pages, row), columns, query.dtype, numbers)
         slots = self._slots(pages.key.shape[1])
+        of_rows = _of_rows(pages, self.rows, np.arange(len(self.rows)), token)
+        held = self.lanes.slots[self.rows]
+        apart = _of_heads(of_rows, columns, query.dtype, numbers, held, slots)
         sums = None
         if column_sums is not None:
             sums = column_sums.new_zeros(len(row), query.shape[1], int(slots.max()))
@@ -293,17 +300,35 @@ def spread_sums(
     return found.scatter_add_(2, index, sums.masked_fill(~live, 0))
 
 
-def _of_rows(pages: LayerPages, rows: Int[Tensor, " row"]) -> LayerPages:
-    return replace(pages, rows=pages.rows[rows])
+def _of_rows(
+    pages: LayerPages, rows: NDArray[np.int64], starts: NDArray[np.int64], tokens: Tensor
+) -> LayerPages:
+    """Return the pages of some rows, whose `tokens` of the step begin at `starts`."""
+    full = pages.full_precision
+    full = None if full is None else full.of_rows(rows, starts, tokens)
+    own = pages.rows[to_device(rows, pages.rows.device)]
+    return replace(pages, rows=own, full_precision=full)
 
 
 def _of_heads(
-    pages: LayerPages, columns: Tensor, dtype: torch.dtype, fetched: Tensor | None = None
+    pages: LayerPages,
+    columns: Tensor,
+    dtype: torch.dtype,
+    fetched: Tensor | None,
+    held: NDArray[np.int32],
+    read: NDArray[np.int32],
 ) -> LayerPages:
     """Return the pages of each KV head as one-head pages of its own lane.
 
     They are views of plain pages whose planes have equal strides; others are copied or decoded.
-    `fetched` are the pages of the columns, if not those of the table.
+
+    Args:
+        pages: of the rows.
+        columns: of the page table, [row, KV head, column].
+        dtype: of copies.
+        fetched: the pages of the columns, if not those of the table.
+        held: [row, lane] slots of each lane.
+        read: [row, KV head] slots of the columns.
     """
     heads, (rows, kv_heads, count) = pages.key.shape[1], columns.shape
     kv_head = torch.arange(kv_heads, device=columns.device)
@@ -338,7 +363,47 @@ def _of_heads(
     sides = (None, None) if pages.coded is None else (pages.coded.key, pages.coded.value)
     table = torch.arange(numbers.numel(), dtype=torch.int32, device=columns.device)
     keys, values = copied(pages.key, sides[0]), copied(pages.value, sides[1])
+    if pages.full_precision is not None:
+        place = columns, numbers, held, read
+        _put_in_full_precision(pages, pages.full_precision, place, (keys, values))
     return _one_head_pages(keys, values, table.view(rows, kv_heads, count))
+
+
+def _put_in_full_precision(
+    pages: LayerPages,
+    full: FullPrecisionPages,
+    place: tuple[Tensor, Tensor, NDArray[np.int32], NDArray[np.int32]],
+    decoded: tuple[Tensor, Tensor],
+) -> None:
+    """Overwrite tokens of decoded pages of single heads with those in full precision.
+
+    Args:
+        pages: of the rows.
+        full: full-precision tokens of the rows.
+        place: columns, page numbers, held and read slots; see `_of_heads`.
+        decoded: keys and values of the columns, modified in place.
+    """
+    columns, numbers, *counts = place
+    (rows, kv_heads, _), heads, tokens = columns.shape, pages.key.shape[1], pages.page_tokens
+    lanes, device = kv_heads // heads, columns.device
+    held, read = (to_device(x, device)[:, :, None] for x in counts)
+    held, length = held.repeat_interleave(heads, 1), to_device(full.lengths, device)[:, None, None]
+    slots = (columns[..., None] * tokens + torch.arange(tokens, device=device)).flatten(2)
+    positions = slots + (length - held)
+    if pages.positions is not None:
+        positions = pages.positions[numbers].flatten(2).long()
+    wanted = in_full_precision(full.tokens, positions, slots, length - 1, held - 1)
+    wanted &= torch.arange(slots.shape[2], device=device) < read
+    row = torch.arange(rows, device=device).repeat_interleave(lanes)
+    lane = torch.arange(lanes, device=device).repeat(rows)
+    where = row, full.table[pages.rows[row], pages.first_lane + lane, 0].long(), lane
+    sides = [x.view(rows, lanes, heads, slots.shape[2], -1) for x in decoded]
+    for head in range(heads):
+        at, slot, want = (x[:, head::heads].flatten(0, 1) for x in (positions, slots, wanted))
+        key, value = (side[:, :, head].flatten(0, 1)[:, None].clone() for side in sides)
+        write_full_precision(full.of_head(head, lanes), where, at, slot, want, (key, value))
+        for side, changed in zip(sides, (key, value), strict=True):
+            side[:, :, head] = changed.view(rows, lanes, *changed.shape[2:])
 
 
 def _one_head_pages(key: Tensor, value: Tensor, table: Tensor) -> LayerPages:

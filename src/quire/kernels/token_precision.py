@@ -9,7 +9,7 @@ full precision and later ones its code. These tokens get an additional column af
     seen by the query of slot 9    x x x x x x x     | x   x x
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -52,6 +52,19 @@ class FullPrecisionPages:
     def sides(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Planes and the step's vectors, of keys and of values."""
         return (self.key, self.fresh[0]), (self.value, self.fresh[1])
+
+    def of_rows(
+        self, rows: NDArray[np.int64], starts: NDArray[np.int64], tokens: Int[Tensor, " token"]
+    ) -> "FullPrecisionPages":
+        """Return those of some rows, whose `tokens` of the step begin at `starts`."""
+        fresh = self.fresh[0][tokens], self.fresh[1][tokens]
+        return replace(self, lengths=self.lengths[rows], starts=starts, fresh=fresh)
+
+    def of_head(self, head: int, num_lanes: int) -> "FullPrecisionPages":
+        """Return those of one KV head of each lane."""
+        key, value = (x.reshape(len(x), num_lanes, -1, x.shape[2])[:, :, head] for x in self.fresh)
+        own = slice(head, head + 1)
+        return replace(self, key=self.key[:, own], value=self.value[:, own], fresh=(key, value))
 
 
 def in_full_precision(

@@ -19,6 +19,7 @@ from torch import Tensor
 from quire.kernels.backend import NewSlots
 from quire.kernels.coded import CodedPages, CodedPlanes, write_codes
 from quire.kernels.device_copies import to_device
+from quire.kernels.paging import set_bounds, write_bounds
 from quire.kernels.token_precision import (
     FullPrecisionPages,
     PromotedPages,
@@ -185,7 +186,7 @@ class FullPrecisionStep:
         """Encode pages that become full; False if the codec encodes token by token."""
         if self._full is None or slots.coded is None:
             return False
-        views = self._buffer.views
+        views, key_spec = self._buffer.views, slots.coded.key.codec.spec
         sides = ((slots.coded.key, views.key, key), (slots.coded.value, views.value, value))
         for number, (coded, full_precision, fresh) in enumerate(sides):
             if not coded.codec.spec.per_page:
@@ -203,6 +204,11 @@ class FullPrecisionStep:
                     plane[full.pages] = codes
                 lost = vectors.float() - coded.codec.decode(encoded)
                 self._encode_records(self._full[layer], number, lost)
+        if not key_spec.per_page:
+            write_bounds(slots)
+        elif slots.bounds is not None and len(pages := self._full[layer].pages):
+            held = torch.full_like(pages, self._buffer.tokens.page_tokens)
+            set_bounds(slots.bounds, slots.key, slots.coded.key, pages, held)
         return True
 
     def _encode_records(self, full: FullPages, side: int, lost: Tensor) -> None:

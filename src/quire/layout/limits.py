@@ -442,11 +442,9 @@ SPARSE_OFFLOAD_DEVICE = _sparse(
     reason="single pages are fetched by copies that wait for the CPU",
     instead="use --device cpu, or leave out --kv-offload-memory" + _OR_DENSE,
 )
-SPARSE_FULL_PRECISION = _sparse(
-    other="a codec with full-precision or promoted tokens (`sinks`, `residual`, `promoted`, codecs "
-    "of whole pages)",
-    reason="the KV codec {codec} has tokens that attention reads in another precision than the "
-    "bounds of their pages",
+SPARSE_PROMOTED = _sparse(
+    other="a codec with promoted tokens (`promoted`)",
+    reason="records of the KV codec {codec} change keys after the bounds of their pages",
     instead="use a codec without them, such as int8 or int4" + _OR_DENSE,
 )
 SPARSE_CALIBRATED = _sparse(

@@ -79,16 +79,15 @@ class SparseSpec:
         return budget if budget < held else 0
 
 
-def refuse_sparse(model: ModelSpec, codec: str, page_tokens: int) -> None:
+def refuse_sparse(model: ModelSpec, codec: str) -> None:
     """Refuse models and filled KV codecs whose pages have no bounds of keys.
 
     Raises:
         UnsoundCombination: the first limit that applies.
     """
     form = read_format(codec)
-    in_full_precision = form.sinks or form.recent(page_tokens) or form.promoted is not None
     for is_limited, limit in (
-        (bool(in_full_precision), limits.SPARSE_FULL_PRECISION),
+        (form.promoted is not None, limits.SPARSE_PROMOTED),
         (bool(form.key.constants), limits.SPARSE_CALIBRATED),
         (any(heads.latent is not None for heads in model.heads), limits.SPARSE_LATENT),
         (not any(layer.stores_all for layer in model.layers), limits.SPARSE_WINDOWS),

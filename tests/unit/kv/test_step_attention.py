@@ -27,6 +27,7 @@ from quire.kv.sharing import fork
 from quire.kv.step import StepAttention
 from quire.kv.swap import swap_in, swap_out
 from quire.layout.codec_names import CODECS, codec_pair
+from quire.layout.kv_format import fill_plain
 from quire.layout.layout import layout_for
 from quire.layout.pages import CacheLayout, LaneGroup, kv_pages
 from quire.layout.sparse import parse_sparse
@@ -519,8 +520,8 @@ def sparse_step(kv, tokens, drawn, rules, *, sums=False, softcap=None):
     return [step.attend(layer, math, *parts) for layer, parts in enumerate(drawn)]
 
 
-def plain_sparse(kv, group, layer, row, query, rule):
-    """The attention of a decode row in float64, page by page."""
+def plain_sparse(kv, group, layer, row, query, rule, tokens_of=None):
+    """The attention of a decode row in float64, page by page; `tokens_of` reads codes."""
     table, views = kv.memory.tables[group.name], kv.store.views(group.page_class)
     tokens, heads = group.page_class.tokens, group.page_class.heads
     outputs = []
@@ -533,9 +534,16 @@ def plain_sparse(kv, group, layer, row, query, rule):
         keys, values, scores = [], [], []
         for column, page in enumerate(numbers):
             live = min(tokens, held - column * tokens)
-            keys.append(views.key[page, own, :live].double())
-            values.append(views.value[page, own, :live].double())
-            low, high = keys[-1].amin(dim=0), keys[-1].amax(dim=0)
+            if tokens_of is None:
+                coded = key = views.key[page, own, :live].double()
+                value = views.value[page, own, :live].double()
+            else:
+                coded, key, value = tokens_of(
+                    views, page, kv_head, own, column * tokens, live, held
+                )
+            keys.append(key)
+            values.append(value)
+            low, high = coded.amin(dim=0), coded.amax(dim=0)
             queries = query[2 * kv_head : 2 * kv_head + 2].double()
             score = torch.maximum(queries * low, queries * high).sum().item()
             always = column < rule.sinks or column >= len(numbers) - rule.recent
@@ -636,6 +644,92 @@ def test_budget_of_all_pages_equals_dense_bit_for_bit(name):
         sparse = sparse_step(kvs[1], parts, drawn, rules)
 
         assert all(torch.equal(one, other) for one, other in zip(dense, sparse, strict=True))
+
+
+class Exact:
+    """Reads tokens of a row as attention does: as codes, or from its history in full precision."""
+
+    def __init__(self, kv, group, row):
+        self.kv, self.group, self.row = kv, group, row
+        [self.full] = [
+            one.full_precision for one in kv.memory.layout.groups if one.of == group.name
+        ]
+        self.keys, self.values = [], []
+
+    def tokens(self, views, page, kv_head, own, first, live, held):
+        slots = first + torch.arange(live)
+        positions = slots + len(self.keys) - held
+        if views.positions is not None:
+            positions = views.positions[page, :live].long()
+        exact = (positions < self.full.sinks) | (positions >= len(self.keys) - self.full.residual)
+        if self.full.page_tokens > 1 and live < views.key.shape[2]:
+            exact[:] = True
+        found, sides = [], (views.coded.key, views.coded.value)
+        for side, history in zip(sides, (self.keys, self.values), strict=True):
+            coded = side.codec.decode([plane[page] for plane in side.planes])[own, :live].double()
+            known = torch.stack(history)[positions, kv_head].double()
+            found.append((coded, torch.where(exact[:, None], known, coded)))
+        (coded, key), (_, value) = found
+        # a page that is not full has no codes, and is read in any case
+        return torch.where(exact[:, None], key, coded), key, value
+
+
+@pytest.mark.parametrize("name", ["reference", "gathered"])
+@pytest.mark.parametrize("heads_apart", [False, True])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        "int8+sinks=5+residual=20",
+        "int4+residual=3",
+        "int4_page",
+        "int8/int4_page",
+        "int4_page/int4",
+    ],
+)
+def test_sparse_rows_read_tokens_in_full_precision(name, heads_apart, codec):
+    generator = torch.Generator().manual_seed(4)
+    (kv,) = sparse_kvs([name], fill_plain(codec, "float32"), heads_apart=heads_apart, page_tokens=8)
+    rows = [kv.memory.start() for _ in range(3)]
+    rules = {
+        rows[0]: parse_sparse("quest:pages=6,recent=2"),
+        rows[1]: parse_sparse("quest:budget=30%,sinks=0,recent=1,dense_layers=0"),
+    }
+    group = kv.memory.layout.groups[0]
+    known = {(row, layer): Exact(kv, group, row) for row in rows for layer in (0, 2)}
+
+    def run(tokens):
+        count = sum(tokens.values())
+        drawn = [
+            [torch.randn(count, n, 16, generator=generator) for n in (4, 2, 2)] for _ in range(3)
+        ]
+        first = 0
+        for row in sorted(tokens, key=lambda row: tokens[row] != 1):
+            for layer in (0, 2):
+                own = slice(first, first + tokens[row])
+                known[row, layer].keys += drawn[layer][1][own]
+                known[row, layer].values += drawn[layer][2][own]
+            first += tokens[row]
+        return drawn, sparse_step(kv, tokens, drawn, rules)
+
+    def check():
+        drawn, out = run({rows[0]: 1, rows[1]: 1, rows[2]: 2})
+        for layer in (0, 2):
+            for index, row in enumerate(rows[:2]):
+                query = drawn[layer][0][index]
+                read = known[row, layer].tokens
+                expected = plain_sparse(kv, group, layer, row, query, rules[row], read)
+                torch.testing.assert_close(
+                    out[layer][index].double(), expected, atol=1e-4, rtol=1e-3
+                )
+
+    run(dict(zip(rows, (170, 90, 9), strict=True)))
+    for _ in range(10):
+        check()
+    if heads_apart and "page" not in codec:
+        keep = np.random.default_rng(3).random((kv.memory.tables[group.name].group.num_lanes, 190))
+        plan = plan_compaction(kv.memory, group.name, rows[0], keep < 0.7, Kind.KEEP_ORDER)
+        commit_compaction(kv.memory, plan)
+        check()
 
 
 @given(data=st.data(), sizes=st.tuples(*[st.integers(1, 3)] * 3), columns=st.integers(1, 12))
