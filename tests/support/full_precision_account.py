@@ -115,8 +115,9 @@ class Account:
 class CheckedMemory:
     """A KV memory and its account, always in the same state."""
 
-    def __init__(self, text, backend, seed=0, *, evicting=False, heads_apart=False):
-        options = {"evicting": evicting, "heads_apart": heads_apart}
+    def __init__(self, text, backend, seed=0, *, evicting=False, heads_apart=False, sparse=None):
+        bounds, self.sparse = sparse is not None, sparse
+        options = {"evicting": evicting, "heads_apart": heads_apart, "bounds": bounds}
         layout = layout_for(MODEL, codec=text, page_tokens=PAGE, **options)
         total_bytes = layout.smallest_sequence_bytes * 60
         self.kv = allocate_kv(layout, total_bytes, 8, device=CPU, backend=backend)
@@ -135,7 +136,7 @@ class CheckedMemory:
         return row
 
     def step(self, tokens: dict[int, int]) -> None:
-        step, order, counts = grown_step(self.kv, tokens)
+        step, order, counts = grown_step(self.kv, tokens, self.sparse)
         for layer in range(len(MODEL.layers)):
             query, key, value = self.draw(int(counts.sum()))
             got = step.attend(layer, MATH, query, key, value)

@@ -8,6 +8,7 @@ import torch
 from quire.kernels.backend import LaneSlots, LaneVectors, LayerPages, PageScores, StepShape
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kv.step import StepAttention
+from quire.layout.sparse import SparseSpec
 from quire.policies.view import KVView
 
 
@@ -238,9 +239,21 @@ def num_threads(count):
         torch.set_num_threads(before)
 
 
-def grown_step(kv, tokens):
-    """Grow rows, those of one token first: attention of the step, its rows and their tokens."""
+class AllPages(SparseSpec):
+    """A rule of sparse attention that selects every page, where others read without selection."""
+
+    def pages_read(self, held):
+        return held
+
+
+def grown_step(kv, tokens, sparse=None):
+    """Grow rows, those of one token first: attention of the step, its rows and their tokens.
+
+    The rows of one token have the rule `sparse`.
+    """
     order = sorted(tokens, key=lambda row: tokens[row] != 1)
     counts = np.array([tokens[row] for row in order], dtype=np.int32)
     kv.memory.grow(np.array(order, dtype=np.int64), counts)
-    return StepAttention(kv, np.array(order, dtype=np.int64), counts), order, counts
+    rules = [sparse if count == 1 else None for count in counts] if sparse else ()
+    step = StepAttention(kv, np.array(order, dtype=np.int64), counts, sparse=rules)
+    return step, order, counts

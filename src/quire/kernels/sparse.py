@@ -16,7 +16,7 @@ scores. Its other rows, and those with fewer pages than it may read, attend to a
 
 Bounds are exact: those of the keys as attention decodes them, rounded outward if they have fewer
 digits. Only where a row drops tokens of a page that it shares can bounds be too wide, until the
-page is copied. Tokens in full precision count with their codes.
+page is copied. Tokens in full precision, and promoted ones, count with their codes.
 Source: Tang et al. 2024, Quest, arXiv 2406.10774.
 
 Differs from the paper:
@@ -44,6 +44,7 @@ from quire.kernels.coded import CodedPlanes
 from quire.kernels.device_copies import to_device
 from quire.kernels.token_precision import (
     FullPrecisionPages,
+    add_promoted,
     in_full_precision,
     write_full_precision,
 )
@@ -365,20 +366,20 @@ def _of_heads(
     keys, values = copied(pages.key, sides[0]), copied(pages.value, sides[1])
     if pages.full_precision is not None:
         place = columns, numbers, held, read
-        _put_in_full_precision(pages, pages.full_precision, place, (keys, values))
+        _put_finer_tokens(pages, pages.full_precision, place, (keys, values))
     return _one_head_pages(keys, values, table.view(rows, kv_heads, count))
 
 
-def _put_in_full_precision(
+def _put_finer_tokens(
     pages: LayerPages,
     full: FullPrecisionPages,
     place: tuple[Tensor, Tensor, NDArray[np.int32], NDArray[np.int32]],
     decoded: tuple[Tensor, Tensor],
 ) -> None:
-    """Overwrite tokens of decoded pages of single heads with those in full precision.
+    """Overwrite tokens of decoded pages of single heads with those in finer precision.
 
     Args:
-        pages: of the rows.
+        pages: of the rows, with promoted tokens or without.
         full: full-precision tokens of the rows.
         place: columns, page numbers, held and read slots; see `_of_heads`.
         decoded: keys and values of the columns, modified in place.
@@ -387,20 +388,26 @@ def _put_in_full_precision(
     (rows, kv_heads, _), heads, tokens = columns.shape, pages.key.shape[1], pages.page_tokens
     lanes, device = kv_heads // heads, columns.device
     held, read = (to_device(x, device)[:, :, None] for x in counts)
-    held, length = held.repeat_interleave(heads, 1), to_device(full.lengths, device)[:, None, None]
+    held = held.repeat_interleave(heads, 1)
+    length = to_device(full.lengths, device)[:, None, None].expand_as(held)
     slots = (columns[..., None] * tokens + torch.arange(tokens, device=device)).flatten(2)
     positions = slots + (length - held)
     if pages.positions is not None:
         positions = pages.positions[numbers].flatten(2).long()
-    wanted = in_full_precision(full.tokens, positions, slots, length - 1, held - 1)
-    wanted &= torch.arange(slots.shape[2], device=device) < read
+    live = torch.arange(slots.shape[2], device=device) < read
+    wanted = live & in_full_precision(full.tokens, positions, slots, length - 1, held - 1)
+    live = live.view(rows * lanes, heads, -1)
     row = torch.arange(rows, device=device).repeat_interleave(lanes)
     lane = torch.arange(lanes, device=device).repeat(rows)
-    where = row, full.table[pages.rows[row], pages.first_lane + lane, 0].long(), lane
+    table = pages.rows[row], pages.first_lane + lane, 0
+    where = row, full.table[table].long(), lane
     sides = [x.view(rows, lanes, heads, slots.shape[2], -1) for x in decoded]
     for head in range(heads):
         at, slot, want = (x[:, head::heads].flatten(0, 1) for x in (positions, slots, wanted))
         key, value = (side[:, :, head].flatten(0, 1)[:, None].clone() for side in sides)
+        if pages.promoted is not None:
+            records = pages.promoted.table[table].long()
+            add_promoted(pages.promoted.of_head(head), records, at, (key, value), live[:, head])
         write_full_precision(full.of_head(head, lanes), where, at, slot, want, (key, value))
         for side, changed in zip(sides, (key, value), strict=True):
             side[:, :, head] = changed.view(rows, lanes, *changed.shape[2:])

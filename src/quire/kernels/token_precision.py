@@ -267,6 +267,14 @@ class PromotedPages:
     marks: Int[Tensor, "page record"]
     table: Int[Tensor, "all_rows all_lanes capacity"]
 
+    def of_head(self, head: int) -> "PromotedPages":
+        """Return those of one KV head of each lane."""
+        sides = (
+            replace(side, planes=tuple(plane[:, head : head + 1] for plane in side.planes))
+            for side in (self.coded.key, self.coded.value)
+        )
+        return replace(self, coded=CodedPages(*sides))
+
 
 def records_of(
     marks: Int[Tensor, "entry record"], positions: Int[Tensor, "entry slot"]

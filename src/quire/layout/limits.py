@@ -442,11 +442,6 @@ SPARSE_OFFLOAD_DEVICE = _sparse(
     reason="single pages are fetched by copies that wait for the CPU",
     instead="use --device cpu, or leave out --kv-offload-memory" + _OR_DENSE,
 )
-SPARSE_PROMOTED = _sparse(
-    other="a codec with promoted tokens (`promoted`)",
-    reason="records of the KV codec {codec} change keys after the bounds of their pages",
-    instead="use a codec without them, such as int8 or int4" + _OR_DENSE,
-)
 SPARSE_CALIBRATED = _sparse(
     other="calibrated codecs of keys (`int8_channel`, `kvquant4`, `kvquant3`, `equalise=1`)",
     reason="bounds are computed without the measured constants of the KV codec {codec}",

@@ -85,10 +85,8 @@ def refuse_sparse(model: ModelSpec, codec: str) -> None:
     Raises:
         UnsoundCombination: the first limit that applies.
     """
-    form = read_format(codec)
     for is_limited, limit in (
-        (form.promoted is not None, limits.SPARSE_PROMOTED),
-        (bool(form.key.constants), limits.SPARSE_CALIBRATED),
+        (bool(read_format(codec).key.constants), limits.SPARSE_CALIBRATED),
         (any(heads.latent is not None for heads in model.heads), limits.SPARSE_LATENT),
         (not any(layer.stores_all for layer in model.layers), limits.SPARSE_WINDOWS),
     ):

@@ -34,14 +34,18 @@ from support.full_precision_account import (
     CheckedMemory,
     play,
 )
+from support.lanes import AllPages
 
 FORMATS = ["int4+residual=5", "int4+sinks=3", "int8/int4+sinks=2+residual=6", "int4_page/int4"]
 FORMATS += ["int4_page/int8+sinks=1", "int2_page+residual=2", "int4_page/int4+sinks=2+residual=7"]
 
 
-def memory_of(text, *, heads_apart=False, seed=0, backend=GatheredAttention):
+ALL_PAGES = AllPages(text="", pages=6, dense_layers=0)
+
+
+def memory_of(text, *, heads_apart=False, seed=0, backend=GatheredAttention, sparse=None):
     attention, form = backend(CPU) if backend is GatheredAttention else backend(), "plain=float32"
-    options = {"evicting": True, "heads_apart": heads_apart}
+    options = {"evicting": True, "heads_apart": heads_apart, "sparse": sparse}
     return CheckedMemory(f"{text}+{form}", attention, seed, **options)
 
 
@@ -67,16 +71,18 @@ def test_attention_equals_the_account_for_all_chunk_lengths(text, backend, seed)
 @settings(max_examples=2)
 @given(seed=st.integers(0, 10_000))
 def test_attention_equals_the_account_after_token_evictions(text, heads_apart, seed):
-    checked = memory_of(text, heads_apart=heads_apart, seed=seed)
-    play(checked, checked.evict_tokens)
+    for sparse in (None, ALL_PAGES):
+        checked = memory_of(text, heads_apart=heads_apart, seed=seed, sparse=sparse)
+        play(checked, checked.evict_tokens)
 
 
 @pytest.mark.parametrize(("text", "heads_apart"), by_turns(FORMATS, (False, True)))
 @settings(max_examples=2)
 @given(seed=st.integers(0, 10_000))
 def test_attention_equals_the_account_after_page_evictions(text, heads_apart, seed):
-    checked = memory_of(text, heads_apart=heads_apart, seed=seed)
-    play(checked, checked.evict_pages)
+    for sparse in (None, ALL_PAGES):
+        checked = memory_of(text, heads_apart=heads_apart, seed=seed, sparse=sparse)
+        play(checked, checked.evict_pages)
 
 
 def test_rows_with_sinks_can_be_truncated_and_with_a_residual_window_to_zero_only():
@@ -155,10 +161,13 @@ def promote_and_evict(checked, row, *, pages=False):
     ],
 )
 @settings(max_examples=2)
-@given(seed=st.integers(0, 10_000), pages=st.booleans())
-def test_attention_equals_the_account_with_promoted_tokens(text, heads_apart, backend, seed, pages):
+@given(seed=st.integers(0, 10_000), pages=st.booleans(), sparse=st.sampled_from([None, ALL_PAGES]))
+def test_attention_equals_the_account_with_promoted_tokens(
+    text, heads_apart, backend, seed, pages, sparse
+):
     attention = GatheredAttention if backend == "gathered" else ReferenceAttention
-    checked = memory_of(text, heads_apart=heads_apart, seed=seed, backend=attention)
+    options = {"heads_apart": heads_apart, "seed": seed, "sparse": sparse}
+    checked = memory_of(text, backend=attention, **options)
 
     play(checked, lambda row: promote_and_evict(checked, row, pages=pages))
 
