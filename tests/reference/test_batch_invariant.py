@@ -269,6 +269,16 @@ def test_no_batch_changes_a_bit_with_allowed_codecs_and_rules(architecture, kv):
     check(model_of(architecture), range(4), kv)
 
 
+@pytest.mark.parametrize("codec", ["none", "int8", "int4"])
+@pytest.mark.parametrize("evict", ["full", "keydiff:cap=80,every=8"])
+def test_no_batch_changes_a_bit_with_sparse_attention(codec, evict):
+    rule = "quest:pages=3,recent=1,sinks=0,dense_layers=0"
+    kv = {"sparse": rule, "page_tokens": 8, "codec": codec, "evict": evict}
+    assert check(model_of("llama"), range(4), kv) > 0
+    one = alone(model_of("llama"), kv, [5])
+    assert one.logprobs != alone(model_of("llama"), kv | {"sparse": "off"}, [5]).logprobs
+
+
 def test_without_the_option_a_batch_changes_bits():
     """Without the option the comparison finds differences, so it can fail."""
     model, numbers = model_of("llama", torch.float32), [3, 4, 5, 6]

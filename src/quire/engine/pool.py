@@ -192,7 +192,7 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
     rules = _make_rules(model, config, schedule, stored_as.codec)
     sparse = parse_sparse(config.sparse)
     if sparse is not None:
-        _refuse_sparse(model, config, schedule, stored_as.codec, rules)
+        _refuse_sparse(model, config, stored_as.codec, rules)
     longest = rules.resolve_default(model.spec.max_positions)
     layout = layout_for(
         model.spec,
@@ -224,19 +224,12 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
     return _PoolPlan(stored_as, rules, longest, layout, backend, choice.reason, pre_rope)
 
 
-def _refuse_sparse(
-    model: LoadedModel,
-    config: KVConfig,
-    schedule: ScheduleConfig,
-    codec: str,
-    rules: EvictionRules,
-) -> None:
+def _refuse_sparse(model: LoadedModel, config: KVConfig, codec: str, rules: EvictionRules) -> None:
     """Refuse what sparse attention cannot be combined with."""
     device = model.decoder.device
     for is_limited, limit in (
         (device.type not in ("cpu", "cuda"), limits.SPARSE_DEVICE),
         (device.type == "cuda" and bool(config.offload.kv_memory), limits.SPARSE_OFFLOAD_DEVICE),
-        (schedule.batch_invariant, limits.SPARSE_INVARIANT),
         (rules.rerotates_keys or rules.mixes, limits.SPARSE_PRE_ROPE),
         (any(math.alibi for math in attention_math(model.decoder)), limits.SPARSE_ALIBI),
     ):

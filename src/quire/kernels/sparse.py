@@ -99,7 +99,8 @@ def select_together(
     """
     device, columns = bounds.device, bounds.shape[2]
     weights = torch.cat([query.clamp_max(0).sum(dim=3), query.clamp_min(0).sum(dim=3)], dim=3)
-    scores = torch.einsum("rlchd,rlhd->rlhc", bounds.float(), weights)
+    # not a matrix product: its last bits may depend on the number of pages of other rows
+    scores = (bounds.float() * weights[:, :, None]).sum(dim=4).transpose(2, 3)
     held, count = (to_device(x, device)[:, :, None, None] for x in pages)
     first, last = (to_device(x, device)[:, None, None, None] for x in (sinks, recent))
     column = torch.arange(columns, device=device)

@@ -426,12 +426,6 @@ SPARSE_DEVICE = _sparse(
     reason="pages are selected by C code on a CPU, and for Triton kernels on a CUDA GPU",
     instead="use --device cpu or cuda" + _OR_DENSE,
 )
-SPARSE_INVARIANT = _sparse(
-    other="`--batch-invariant`",
-    reason="every token is computed in a row of its own, and pages are selected for tokens of the "
-    "output only",
-    instead="leave out --batch-invariant or --sparse",
-)
 SPARSE_OFFLOAD = _sparse(
     other="`--kv-offload-memory` of an engine in a shared pool",
     reason="the bounds of offloaded pages have KV memory of their own, which a shared pool has not",
