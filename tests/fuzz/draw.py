@@ -227,8 +227,7 @@ def _asynchronous(rng: random.Random, case: Case) -> Case:
 def _sparse(rng: random.Random, case: Case) -> Case:
     """Sparse attention, if the case's other options support it."""
     codec, evict = _codec(case), str(case.kv["evict"])
-    refused = any(part in codec for part in ("+", "kivi", "_page", "kvquant", "_channel", "equal"))
-    refused |= bool(case.schedule.get("batch_invariant"))
+    refused = any(part in codec for part in ("kvquant", "_channel", "equal"))
     refused |= case.kv.get("offload_cpu_attention", "off") != "off"
     rules = [evict, str(case.kv.get("evict_allow", "")), *(r.evict or "" for r in case.requests)]
     refused |= any("streaming" in rule or rule == "all" for rule in rules)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import product
 
 import pytest
 import torch
@@ -269,14 +270,20 @@ def test_no_batch_changes_a_bit_with_allowed_codecs_and_rules(architecture, kv):
     check(model_of(architecture), range(4), kv)
 
 
-@pytest.mark.parametrize("codec", ["none", "int8", "int4"])
-@pytest.mark.parametrize("evict", ["full", "keydiff:cap=80,every=8"])
-def test_no_batch_changes_a_bit_with_sparse_attention(codec, evict):
+@pytest.mark.parametrize(
+    ("codec", "evict", "in_c"),
+    [
+        *product(("none", "int8", "int4"), ("full", "keydiff:cap=80,every=8"), [False]),
+        ("none", "full", True),
+    ],
+)
+def test_no_batch_changes_a_bit_with_sparse_attention(codec, evict, in_c):
     rule = "quest:pages=3,recent=1,sinks=0,dense_layers=0"
     kv = {"sparse": rule, "page_tokens": 8, "codec": codec, "evict": evict}
-    assert check(model_of("llama"), range(4), kv) > 0
-    one = alone(model_of("llama"), kv, [5])
-    assert one.logprobs != alone(model_of("llama"), kv | {"sparse": "off"}, [5]).logprobs
+    model = with_layers("qwen3", "native", "auto") if in_c else model_of("llama")
+    assert check(model, range(4), kv) > 0
+    one = alone(model, kv, [5])
+    assert one.logprobs != alone(model, kv | {"sparse": "off"}, [5]).logprobs
 
 
 def test_without_the_option_a_batch_changes_bits():

@@ -134,13 +134,10 @@ def test_cached_prefixes_are_computed_by_dense_attention():
 @pytest.mark.parametrize(
     ("architecture", "options", "message"),
     [
-        ("llama", {"codec": "int8+sinks=4"}, "another precision"),
-        ("llama", {"codec": "int8+residual=8"}, "another precision"),
         ("llama", {"evict": "streaming:cap=32,sinks=2"}, "before it"),
         ("bloom", {}, "biases of positions"),
         ("deepseek_v3", {}, "hold latents"),
         ("mistral", {}, "sliding window"),
-        ("llama", {"schedule": ScheduleConfig(batch_invariant=True)}, "--batch-invariant"),
     ],
 )
 def test_unsound_combinations_are_refused(architecture, options, message):

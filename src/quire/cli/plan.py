@@ -31,7 +31,7 @@ from quire.layout.config import read_json_object
 from quire.layout.options import option, parse_named
 from quire.layout.packaged import PACKAGED_MODEL
 from quire.layout.sizes import parse_size, parse_size_or
-from quire.layout.sparse import OFF
+from quire.layout.sparse import OFF, parse_sparse
 from quire.layout.values import is_count
 from quire.plan.capacity import Workload
 
@@ -228,7 +228,7 @@ def plan(
         if flags.maximize_batch is not None:
             if flags.board is not None:
                 raise ConfigError("--board is for the table of codecs: leave out --maximize-batch")
-            if flags.sparse != OFF and not is_from_file(flags.config, "sparse", flags.sparse):
+            if parse_sparse(flags.sparse) is not None:
                 raise ConfigError(
                     "--maximize-batch plans decode steps that read all KV: leave out --sparse"
                 )

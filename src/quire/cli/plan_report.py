@@ -112,7 +112,7 @@ class PlanReport:
     state_bytes: int  # of the recurrent states of a sequence
     kinds: dict[str, LayerKind]
     disk_kv_bytes: int  # for cached prefixes
-    sparse: str  # pages that a decode step reads
+    sparse: str  # pages that a decode step reads; empty: all
     kv_read_share_of_sequence: float  # of its KV, in a decode step, with the bounds of pages
     step: DecodeStep  # bytes read by a decode step of the batch
     crossover_batch: int  # smallest batch whose KV reads exceed the weight reads
@@ -246,7 +246,7 @@ def plan_report(
         state_bytes=state_bytes(layout),
         kinds=layer_kinds(layout),
         disk_kv_bytes=options.disk_kv_bytes,
-        sparse=options.sparse,
+        sparse="" if sparse is None else sparse.text,
         kv_read_share_of_sequence=read_share,
         step=decode_step(
             model,
@@ -327,7 +327,7 @@ def _choices(
                         page_tokens=options.page_tokens,
                         codec=fill_plain(kv_codec + states, dtype, latent=model.latent is not None),
                         evicting=share < 1,
-                        bounds=options.sparse != OFF,
+                        bounds=parse_sparse(options.sparse) is not None,
                     )
                     for name, share in RETAINED.items()
                 }
@@ -600,7 +600,7 @@ def capacity_table(report: PlanReport) -> Table:
         "longest sequence",
         f"{fits.longest_tokens:,} tokens with its output, limited by {fits.longest_limit}",
     )
-    if report.sparse != OFF and possible:
+    if report.sparse and possible:
         table.add_row(
             "sparse attention",
             f"{report.sparse}: a decode step reads {report.kv_read_share_of_sequence:.1%} of the KV"

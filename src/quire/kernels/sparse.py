@@ -70,7 +70,7 @@ def select_pages(
         recent: last pages that are read in any case.
     """
     weights = torch.cat([query.clamp_max(0).sum(dim=1), query.clamp_min(0).sum(dim=1)], dim=1)
-    scores = torch.einsum("chd,hd->hc", bounds.float(), weights.float())
+    scores = (bounds.float() * weights.float()).sum(dim=2).T.contiguous()
     scores[:, :sinks] = torch.inf
     scores[:, len(bounds) - recent :] = torch.inf
     best = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]

@@ -447,7 +447,7 @@ class StepAttention:
         if buffer is None:
             return None
         promoted = self._kv.promoted.get(name)
-        return FullPrecisionStep(buffer, self._batch, self._lengths, promoted)
+        return FullPrecisionStep(buffer, self._batch, self._lengths, promoted, self._later)
 
     def _lanes_of_layers(
         self, group: LaneGroup, slots: NDArray[np.int32], first: int

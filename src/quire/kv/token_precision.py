@@ -161,8 +161,10 @@ class FullPrecisionStep:
         batch: FlatBatch,
         lengths: NDArray[np.int64],
         promoted: PromotedBuffer | None = None,
+        later: NDArray[np.integer] | None = None,  # tokens of each row in later parts of the step
     ) -> None:
         self._buffer, self._batch, self._promoted = buffer, batch, promoted
+        self._later = np.zeros_like(batch.shape.tokens) if later is None else later
         self._lengths = lengths[batch.rows].astype(np.int64)
         group = buffer.table.group
         self._shape = (len(group.layers), group.lanes_per_layer)
@@ -243,7 +245,7 @@ class FullPrecisionStep:
     def _full_pages(self) -> tuple[FullPages, ...]:
         """Find the pages of each layer that become full; lanes may have different slot counts."""
         buffer, batch, per_page = self._buffer, self._batch, self._buffer.tokens.page_tokens
-        after = buffer.coded_table.num_slots[batch.rows].astype(np.int64)
+        after = buffer.coded_table.num_slots[batch.rows] - self._later[:, None].astype(np.int64)
         before = after - batch.shape.tokens[:, None]
         count = after // per_page - before // per_page
         row, lane = (np.repeat(index, count[count > 0]) for index in np.nonzero(count))

@@ -62,6 +62,8 @@ def sparse_read_share(
     """
     read_bytes = held_bytes = 0
     for group, of_plain in zip(layout.groups, plain.groups, strict=True):
+        if group.private:  # not read by attention
+            continue
         kv_bytes = of_plain.page_class.page_bytes
         bounds_bytes = group.page_class.page_bytes - kv_bytes
         held = group.page_class.pages_for(group.slots_at_most(tokens, 1))
@@ -70,7 +72,7 @@ def sparse_read_share(
         if read == held:
             dense = len(group.layers)
         of_sparse = read * kv_bytes + held * bounds_bytes
-        lanes = group.num_lanes // len(group.layers)
+        lanes = group.readers * group.num_lanes // len(group.layers)
         held_bytes += lanes * len(group.layers) * held * kv_bytes
         read_bytes += lanes * (dense * held * kv_bytes + (len(group.layers) - dense) * of_sparse)
     return read_bytes / max(1, held_bytes)

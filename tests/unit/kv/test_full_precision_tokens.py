@@ -85,6 +85,30 @@ def test_attention_equals_the_account_after_page_evictions(text, heads_apart, se
         play(checked, checked.evict_pages)
 
 
+@pytest.mark.parametrize("text", FORMATS)
+def test_tokens_of_a_step_in_parts_are_stored_as_in_a_chunk(text):
+    """As parts of a chunk with other RoPE, or recomputed outputs with sparse attention."""
+    found, counts = [], ((11,), (5, 6), (1, 4, 1, 5))
+    for parts in counts:
+        checked = memory_of(text)
+        row = np.array([checked.start()])
+        checked.memory.grow(row, np.array([11], dtype=np.int32))
+        drawn = [checked.draw(11) for _ in MODEL.layers]
+        first = 0
+        for count in parts:
+            tokens, later = (np.array([x], dtype=np.int32) for x in (count, 11 - first - count))
+            step = StepAttention(checked.kv, row, tokens, later=later)
+            for layer, vectors in enumerate(drawn):
+                step.attend(layer, MATH, *(x[first : first + count] for x in vectors))
+            first += count
+        checked.memory.grow(row, np.array([1], dtype=np.int32))
+        step = StepAttention(checked.kv, row, np.array([1], dtype=np.int32))
+        found.append([step.attend(i, MATH, *checked.draw(1)) for i in range(len(MODEL.layers))])
+    for parts in found[1:]:
+        for one, other in zip(found[0], parts, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
 def test_rows_with_sinks_can_be_truncated_and_with_a_residual_window_to_zero_only():
     """The newest tokens of an earlier length are no longer in full precision."""
     checked = CheckedMemory("int4_page/int4+plain=float32", GatheredAttention(CPU))

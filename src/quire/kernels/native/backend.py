@@ -338,7 +338,8 @@ class NativeAttention:
     def chain(
         self, plan: object, layers: Sequence[ChainLayer], heads: HeadBuffers
     ) -> list[LayerAttention] | None:
-        assert isinstance(plan, NativePlan), "a plan comes from this backend"
+        if not isinstance(plan, NativePlan):  # sparse rows of single tokens
+            return None
         pages, slots, math, records = layers[0]
         extras = math.sinks is not None or math.alibi is not None
         if unfit_tensors(pages, math, heads.query, None) or extras:

@@ -145,7 +145,7 @@ class KVOffload(MemoryListener):
         for group in dict.fromkeys(held.group for held in prefixes.page_groups(row)):
             held, table = prefixes.page_groups(row, group), self.memory.tables[group]
             alone = all(o.slots == SLOTS and len(prefixes.holders(o)) == 1 for o in held)
-            most = pages_read(table, row, spec) if table.group.page_class.has_bounds else 0
+            most = pages_read(table, row, spec) if self._selects(table.group) else 0
             if not alone or not most:
                 return {}
             first, cache = whole_layers(table.group, spec), prefixes.use.caches.get((row, group))
@@ -158,6 +158,12 @@ class KVOffload(MemoryListener):
             found[row, group] = cache
         prefixes.use.caches.update(found)
         return found
+
+    def _selects(self, group: LaneGroup) -> bool:
+        """Whether single pages of a group can be fetched: heads of them, without positions."""
+        of_codec = (one for one in self.memory.layout.groups if one.of == group.name)
+        exact = any(one.full_precision is not None for one in of_codec)
+        return group.page_class.has_bounds and not (exact and group.page_class.positions)
 
     def _begin(self) -> None:
         """Start the copies of the first layers of all batches, layer by layer."""
