@@ -236,6 +236,22 @@ def test_selected_pages_of_offloaded_kv_give_the_outputs_of_kv_in_memory(options
     assert largest_difference(got.logits, expected.logits) <= near
 
 
+@pytest.mark.parametrize(
+    ("options", "fetches"),
+    [
+        ({"codec": "int8+sinks=2+residual=8"}, True),
+        # pages with positions: a part of a head in the cache has those of another page
+        ({"codec": "int8+sinks=2+residual=8", "evict": "h2o:cap=80,every=8,recent=8"}, False),
+        ({"codec": "int4_page/int4"}, True),
+    ],
+)
+def test_tokens_in_full_precision_of_offloaded_pages_are_those_in_memory(options, fetches):
+    expected = ample(**options)[1]
+    engine, got = offloaded(**options, room=0.8 if fetches else 0.95)
+    assert (engine.stats().sparse_pages_fetched > 0) == fetches
+    assert largest_difference(got.logits, expected.logits) <= 5e-3
+
+
 def test_budgets_of_all_pages_equal_dense_offloaded_attention_bit_for_bit():
     dense = offloaded(rule="off")[1].logits
     for rule in ("quest:budget=100%", "quest:pages=64,dense_layers=0"):
