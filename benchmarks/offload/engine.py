@@ -588,7 +588,7 @@ def run_sparse_memory(config: OffloadBenchConfig) -> PartResult:
             "sparse_over_full": statistics.median(
                 full / sparse for full, sparse in zip(times["full"], times["sparse"], strict=True)
             ),
-            "sparse_memory_bytes": stats.kv_peak_bytes / whole_bytes,
+            "sparse_memory_kv_memory": stats.kv_peak_bytes / whole_bytes,
         },
         tables=(
             Table(

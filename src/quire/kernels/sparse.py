@@ -1,7 +1,7 @@
 """Sparse attention over pages (Quest): bounds of the keys of pages, and which pages are read.
 
-A page has, for each KV head, the minimum and the maximum of each element of its keys after RoPE. No
-key k of the page has a product with a query q above
+A page has, for each KV head, the minimum and the maximum of each element of its stored keys after
+RoPE. No stored key k of the page has a product with a query q above
 
     sum over elements d of max(q[d] * min[d], q[d] * max[d])
 
@@ -12,11 +12,11 @@ same pages. Since max(q * min, q * max) is max(q, 0) * max + min(q, 0) * min, it
                         + (sum over heads of min(q[d], 0)) * min[d]
 
 A decode row reads the first pages of a lane (sinks), the newest ones, and those with the highest
-scores. Its other rows, and those with fewer pages than it may read, attend to all tokens.
+scores. Other rows of the step attend to all tokens. So do decode rows within their budget.
 
-Bounds are exact: those of the keys as attention decodes them, rounded outward if they have fewer
-digits. Only where a row drops tokens of a page that it shares can bounds be too wide, until the
-page is copied. Tokens in full precision, and promoted ones, count with their codes.
+Bounds are those of the keys as decoded from their codes, rounded outward if they have fewer digits.
+Tokens in full precision, and promoted ones, count with their codes. Where a row drops tokens of a
+page that it shares, bounds are too wide until the page is copied.
 Source: Tang et al. 2024, Quest, arXiv 2406.10774.
 
 Differs from the paper:
