@@ -1,5 +1,6 @@
 """Sparse attention in engines: backends agree, and other features change no output."""
 
+import time
 from functools import cache
 
 import pytest
@@ -8,6 +9,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import RequestError, UnsoundCombination
+from quire.offload.swap.transfer import ThreadTransferWorker
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.engines import answer, greedy, largest_difference, load, make_prompts, requests_of
 from support.kv_options import kv_config
@@ -270,10 +272,16 @@ def test_a_request_may_have_another_rule_or_read_all_pages():
         assert largest_difference(got.logits, ample(rule=rule)[1].logits) == 0
 
 
-@pytest.mark.parametrize("swap", [True, False])
-def test_a_preempted_request_with_offloaded_kv_changes_no_output(swap):
+@pytest.mark.parametrize(("swap", "slow"), [(True, False), (False, False), (False, True)])
+def test_a_preempted_request_with_offloaded_kv_changes_no_output(swap, slow, monkeypatch):
     """Its cache starts anew; recomputed output tokens read the same pages again."""
-    fetched = []
+    fetched, submit = [], ThreadTransferWorker.submit
+
+    def submit_slow(worker, copy, num_bytes):
+        return submit(worker, lambda: (time.sleep(0.004), copy())[1], num_bytes)
+
+    if slow:
+        monkeypatch.setattr(ThreadTransferWorker, "submit", submit_slow)
 
     def preempt_once(engine):
         fetched.append(engine.stats().sparse_pages_fetched)
