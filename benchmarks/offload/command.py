@@ -35,8 +35,8 @@ def offload(
 ) -> None:
     """Compare prefetch and partial recompute for decoding with KV in host memory.
 
-    All parts but restore run engines; restore loads prefixes from a slowed Redis
-    server. torch uses one thread; the link uses another core.
+    The part restore loads prefixes from a slowed Redis server. The other parts run engines. torch
+    uses one thread. The link uses another core.
     """
     config = QUICK_OFFLOAD if quick else OffloadBenchConfig()
     config = replace(config, repeats=repeats or config.repeats)

@@ -113,7 +113,7 @@ class PlanReport:
     kinds: dict[str, LayerKind]
     disk_kv_bytes: int  # for cached prefixes
     sparse: str  # pages that a decode step reads; empty: all
-    kv_read_share_of_sequence: float  # of its KV, in a decode step, with the bounds of pages
+    sparse_share: float  # bytes of pages and bounds that a decode step reads, over all KV bytes
     step: DecodeStep  # bytes read by a decode step of the batch
     crossover_batch: int  # smallest batch whose KV reads exceed the weight reads
     verdict: CapacityVerdict | None  # None without a workload
@@ -156,7 +156,7 @@ class PlanReport:
             "longest_tokens": self.capacity.longest_tokens,
             "crossover_batch": self.crossover_batch,
             "kv_read_share": self.step.kv_share,
-            "kv_read_share_of_sequence": self.kv_read_share_of_sequence,
+            "sparse_read_share": self.sparse_share,
         }
         if self.verdict is not None:
             numbers["workload_kv_bytes"] = self.verdict.kv_bytes
@@ -247,7 +247,7 @@ def plan_report(
         kinds=layer_kinds(layout),
         disk_kv_bytes=options.disk_kv_bytes,
         sparse="" if sparse is None else sparse.text,
-        kv_read_share_of_sequence=read_share,
+        sparse_share=read_share,
         step=decode_step(
             model,
             batch=options.batch,
@@ -603,7 +603,7 @@ def capacity_table(report: PlanReport) -> Table:
     if report.sparse and possible:
         table.add_row(
             "sparse attention",
-            f"{report.sparse}: a decode step reads {report.kv_read_share_of_sequence:.1%} of the KV"
+            f"{report.sparse}: a decode step reads {report.sparse_share:.1%} of the KV"
             f" of {fits.sequence_tokens:,} tokens, with the bounds of pages",
         )
     if report.disk_kv_bytes:

@@ -359,26 +359,25 @@ class Runner:
                 return found
         whole = len(parts)
         parts = outputs_apart(parts)
-        results: list[StepLogits | StepHidden] = []
         is_split = self._fixed_rows is not None or len(parts) > whole
-        if len(parts) > whole and self._kv.offload is not None:
-            # parts of a row load its pages into the same staging pages: one part after the other
-            for batch in parts:
-                alone = self._prepare(batch, WHOLE_STEP, InputTokens(pending))
-                results += alone.results(*self._forward([alone.batch], variant))
-            parts = []
-        count = min(len(parts), MAX_BATCHES)
-        prepared = [
-            self._prepare(part, StepPart(n, count), InputTokens(pending))
-            for n, part in enumerate(parts)
-        ]
-        self._times.prepare_s += time.perf_counter() - started_s
         most = 1 if is_split and not self._step.shares_layers else MAX_BATCHES
-        for start in range(0, len(prepared), most):
-            together = prepared[start : start + most]
-            logits = self._forward([p.batch for p in together], variant)
-            for part, own in zip(together, logits, strict=True):
-                results += part.results(own)
+        turns = [parts]
+        if len(parts) > whole and self._kv.offload is not None:
+            turns = [[part] for part in parts]  # parts of a row use the same staging pages
+        self._times.prepare_s += time.perf_counter() - started_s
+        results: list[StepLogits | StepHidden] = []
+        for turn in turns:
+            started_s, count = time.perf_counter(), min(len(turn), MAX_BATCHES)
+            prepared = [
+                self._prepare(part, StepPart(n, count), InputTokens(pending))
+                for n, part in enumerate(turn)
+            ]
+            self._times.prepare_s += time.perf_counter() - started_s
+            for start in range(0, len(prepared), most):
+                together = prepared[start : start + most]
+                logits = self._forward([p.batch for p in together], variant)
+                for done, own in zip(together, logits, strict=True):
+                    results += done.results(own)
         most = self._fixed_rows or self._step.batch_tokens
         for request, tokens in rows:
             slots = plan.scoring.get(request)

@@ -51,33 +51,6 @@ from quire.kernels.token_precision import (
 
 
 def select_pages(
-    bounds: Float[Tensor, "column head both_dims"],
-    query: Float[Tensor, "head group key_dim"],
-    count: int,
-    *,
-    sinks: int,
-    recent: int,
-) -> Int[Tensor, "head count"]:
-    """Return the pages that each KV head of a lane reads, ascending.
-
-    Of pages with equal scores the first ones are read.
-
-    Args:
-        bounds: of the lane's pages, minima before maxima.
-        query: the query heads of each KV head.
-        count: pages to read, at least `sinks` and `recent` together.
-        sinks: first pages that are read in any case.
-        recent: last pages that are read in any case.
-    """
-    weights = torch.cat([query.clamp_max(0).sum(dim=1), query.clamp_min(0).sum(dim=1)], dim=1)
-    scores = (bounds.float() * weights.float()).sum(dim=2).T.contiguous()
-    scores[:, :sinks] = torch.inf
-    scores[:, len(bounds) - recent :] = torch.inf
-    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
-    return best.sort(dim=1).values
-
-
-def select_together(
     bounds: Float[Tensor, "row lane column head both_dims"],
     query: Float[Tensor, "row lane head group key_dim"],
     pages: tuple[Int[np.ndarray, "row lane"], Int[np.ndarray, "row lane"]],
@@ -85,10 +58,13 @@ def select_together(
     sinks: Int[np.ndarray, " row"],
     recent: Int[np.ndarray, " row"],
 ) -> Int[Tensor, "row all_heads count"]:
-    """Return what `select_pages` returns for each lane, without a wait for the device.
+    """Return the pages that each KV head of each lane reads, without a wait for the device.
+
+    Of pages with equal scores the first ones are read.
 
     Args:
-        bounds: of the pages of all lanes; those after the last page of a lane are not read.
+        bounds: of the pages of all lanes, minima before maxima; those after the last page of a lane
+            are not read.
         query: the query heads of each KV head.
         pages: pages of each lane, and pages to read of them.
         sinks: first pages that are read in any case, of each row.
@@ -237,27 +213,15 @@ class SparsePlan:
             own = slice(pages.first_lane, pages.first_lane + pages.num_lanes)
             row = pages.rows[to_device(self.rows, query.device)]
             numbers = pages.table[row, own, : int(held.max())].clamp_min(0).long()
-            return select_together(
-                pages.bounds[numbers][:, :, :, :, 0],
-                by_lane,
-                (held, counts),
-                sinks=sparse.sinks[self.rows],
-                recent=sparse.recent[self.rows],
-            )
-        shape = (len(self.rows), pages.num_lanes, heads, int(counts.max()))
-        found = torch.zeros(shape, dtype=torch.int64, device=query.device)
-        for i, row in enumerate(self.rows.tolist()):
-            for lane in range(pages.num_lanes):
-                count = int(counts[i, lane])
-                bounds = pages.offloaded.bounds(pages, row, lane, int(held[i, lane]))
-                found[i, lane, :, :count] = select_pages(
-                    bounds[:, :, 0],
-                    by_lane[i, lane],
-                    count,
-                    sinks=int(sparse.sinks[row]),
-                    recent=int(sparse.recent[row]),
-                )
-        return found.flatten(1, 2)
+            bounds = pages.bounds[numbers][:, :, :, :, 0]
+        else:
+            shape = (len(self.rows), pages.num_lanes, int(held.max()), heads)
+            bounds = pages.bounds.new_zeros(*shape, pages.bounds.shape[3])
+            for (i, lane), count in np.ndenumerate(held):
+                own_bounds = pages.offloaded.bounds(pages, int(self.rows[i]), lane, int(count))
+                bounds[i, lane, :count] = own_bounds[:, :, 0]
+        edges = {"sinks": sparse.sinks[self.rows], "recent": sparse.recent[self.rows]}
+        return select_pages(bounds, by_lane, (held, counts), **edges)
 
 
 def attend_planned(

@@ -92,8 +92,8 @@ def test_sparse_attention_stores_bounds_and_reads_few_pages(folder: Path):
     assert few.capacity.sequences < off.capacity.sequences
     # 32 pages of 512 tokens; the first of 4 layers reads all of them
     read_bytes = 32 * page_bytes + 3 * (8 * page_bytes + 32 * bounds_bytes)
-    assert few.kv_read_share_of_sequence == read_bytes / (4 * 32 * page_bytes)
-    assert few.step.kv_read_bytes == few.kv_read_share_of_sequence * off.step.kv_read_bytes
+    assert few.sparse_share == read_bytes / (4 * 32 * page_bytes)
+    assert few.step.kv_read_bytes == few.sparse_share * off.step.kv_read_bytes
     assert all_pages.step == off.step
     assert off.crossover_batch == all_pages.crossover_batch < few.crossover_batch
     plain = next(c for c in few.choices if c.weight_codec == c.kv_codec == "float16")

@@ -74,7 +74,10 @@ def rows_of(board: Board) -> list[Row]:
     """
     reference = board.cells[board.config.reference]
     tasks = judged_tasks(board)
-    found = [_row(entry, cells, reference, tasks) for entry, cells in board.cells.items()]
+    found = [
+        _row(entry, cells, reference, tasks, is_shared=board.config.shares(entry))
+        for entry, cells in board.cells.items()
+    ]
     return ranked(found)
 
 
@@ -92,6 +95,8 @@ def _row(
     cells: Sequence[CellResult],
     reference: Sequence[CellResult],
     tasks: Sequence[str],
+    *,
+    is_shared: bool,
 ) -> Row:
     judged = [
         (values_of(cell), values_of(full))
@@ -99,7 +104,6 @@ def _row(
         if cell.task in tasks
     ]
     share = _kv_share(cells, reference)
-    is_shared = any(prompt.kv_peak_bytes is None for cell in cells for prompt in cell.prompts)
     tokens = sum(p.prompt_tokens + p.output_tokens for cell in cells for p in cell.prompts)
     return Row(
         entry=entry,

@@ -10,8 +10,8 @@ up to its first eviction or these queries. Their quality is that of requests of 
 measured with the first prompt of a cell, which also runs without cached prefixes, and there are no
 tokens/s. The pages of this engine serve all its rules: a rule that needs no one-head pages has
 slightly fewer bytes in an engine of its own. Full KV runs alone, unless all entries differ in
-`--sparse` only: it then shares their prefills too, and its bytes are those of its own engine, whose
-pages have no bounds of keys.
+`--sparse` only. Then it shares their prefills too. Its bytes are those of an engine of its own,
+whose pages have no bounds of keys.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, QuireError, UnsoundCombination
-from quire.evals.board.grid import FULL, BoardEntry
+from quire.evals.board.grid import FULL, QUIRE, BoardEntry
 from quire.evals.pace import Pace
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
 from quire.evals.suite.cells import CellFolder, CellResult
@@ -65,6 +65,18 @@ class BoardConfig:
     def reference(self) -> BoardEntry:
         return self.entries[0]
 
+    @property
+    def shares_reference(self) -> bool:
+        """Whether full KV shares its prefills: all entries differ in `--sparse` only."""
+        kinds = {(entry.evict, entry.codec) for entry in self.entries}
+        return self.shares_prefill and len(self.entries) > 1 and len(kinds) == 1
+
+    def shares(self, entry: BoardEntry) -> bool:
+        """Whether the entry runs in an engine with others, which computes each prompt once."""
+        if entry == self.reference:
+            return self.shares_reference
+        return self.shares_prefill and entry.source == QUIRE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
@@ -104,9 +116,7 @@ class BoardRunner:
         self._samples: dict[str, list[Sample]] = {}
         # of each codec and value of --sparse of an engine
         self._engine_rules: dict[tuple[str, str], list[list[str]]] = {}
-        first, *others = config.entries
-        alike = all((one.evict, one.codec) == (first.evict, first.codec) for one in others)
-        self._shares_reference = config.shares_prefill and bool(others) and alike
+        self._alone_kv_bytes: dict[str, int] = {}  # of full KV in its own engine, by task
 
     def reference(self) -> LLM:
         return self._engines.of(self._config.reference.applied(self._kv))
@@ -164,7 +174,9 @@ class BoardRunner:
                 # statistics of the newest queries start from any cached prefix: they need no copies
                 names = tuple(one.name for one in rule.statistics if one.newest is None)
                 shared = (rule.policy is not None and rule.policy.rerotates_keys, names)
-            key = (entry.codec, self._bounds(entry), shared) if self._shares(entry) else entry
+            key = (
+                (entry.codec, self._bounds(entry), shared) if self._config.shares(entry) else entry
+            )
             groups.setdefault(key, []).append(entry)
         return list(groups.values())
 
@@ -222,19 +234,16 @@ class BoardRunner:
         """Name and fingerprint of a stored cell."""
         kv, config = entry.applied(self._kv), self._config
         options = (config.tokens, config.count, config.seeds, config.evict_before_question)
-        shared = ("shared",) if self._shares(entry) else ()
+        shared = ("shared",) if self._config.shares(entry) else ()
         more = further_parts(task, kv, config.reference.applied(self._kv))
         fingerprint = fingerprint_of(*self._identity, kv, task, options, *shared, *more)
         return f"{task.name}-{fingerprint}", fingerprint
 
     def _measured(self, entry: BoardEntry, task: EvalTask, full: CellResult | None) -> CellResult:
         kv, config = entry.applied(self._kv), self._config
-        shares, before = self._shares(entry), config.evict_before_question
+        shares, before = self._config.shares(entry), config.evict_before_question
         with self._pace.measuring():
-            alone = None
-            if shares and entry == config.reference:
-                own = SampleRunner(self._engines.of(kv), kv, evict_before_question=before)
-                alone = own.kv_bytes(task, self.samples(task)[0])
+            alone = self._alone(task) if shares and entry == config.reference else None
             llm = self._engines.of(self._shared(entry) if shares else kv)
             runner = SampleRunner(
                 llm,
@@ -252,14 +261,18 @@ class BoardRunner:
             seconds=seconds,
         )
 
-    def _shares(self, entry: BoardEntry) -> bool:
-        """Whether the entry runs in an engine with others, which computes each prompt once."""
-        is_reference = entry == self._config.reference
-        return self._shares_reference if is_reference else self._config.shares_prefill
+    def _alone(self, task: EvalTask) -> int:
+        """Bytes of the first prompt with full KV in its own engine, which runs all tasks once."""
+        if not self._alone_kv_bytes:
+            kv = self._config.reference.applied(self._kv)
+            own = SampleRunner(self._engines.of(kv), kv)
+            for one in self._config.tasks:
+                self._alone_kv_bytes[one.name] = own.kv_bytes(one, self.samples(one)[0])
+        return self._alone_kv_bytes[task.name]
 
     def _bounds(self, entry: BoardEntry) -> str:
         """`--sparse` of the engine that runs an entry with others: whether pages have bounds."""
-        if entry.sparse == OFF and not self._shares_reference:
+        if entry.sparse == OFF and not self._config.shares_reference:
             return OFF
         return next((one.sparse for one in self._config.entries if one.sparse != OFF), OFF)
 

@@ -74,11 +74,8 @@ class SampleRunner:
         Raises:
             ConfigError: all outputs of full KV are empty.
         """
-        own = OptionsOfMany()
-        if self._shares_prefill:
-            own = OptionsOfMany(evict=self._kv.evict, sparse=self._kv.sparse)
         if task.follows_full:
-            followed = self._results(task, samples, **own) if full is None else full.prompts
+            followed = self._results(task, samples) if full is None else full.prompts
             if not any(prompt.output_ids for prompt in followed):
                 raise ConfigError(
                     f"every output of task {task.name!r} with full KV is empty: leave the task out"
@@ -88,10 +85,10 @@ class SampleRunner:
                 for sample, prompt in zip(samples, followed, strict=True)
             ]
         started = time.perf_counter()
-        results = self._results(task, samples, **own)
+        results = self._results(task, samples)
         if self._shares_prefill:
             alone = self._alone_kv_bytes
-            alone = self.kv_bytes(task, samples[0], **own) if alone is None else alone
+            alone = self.kv_bytes(task, samples[0]) if alone is None else alone
             known = [alone, *[None] * (len(samples) - 1)]
             results = tuple(
                 replace(one, kv_peak_bytes=kv_bytes)
@@ -99,18 +96,19 @@ class SampleRunner:
             )
         return results, time.perf_counter() - started
 
-    def kv_bytes(self, task: EvalTask, sample: Sample, **options: Unpack[OptionsOfMany]) -> int:
+    def kv_bytes(self, task: EvalTask, sample: Sample) -> int:
         """Peak KV bytes of a sample that runs alone and reads no prefix of another request."""
         # of the task too: windows of two tasks begin with the same text
-        rule = f"{options.get('evict')} {options.get('sparse')}"
-        options["cache_salt"] = f"{task.name} {rule}"
-        found = self._results(task, [sample], **options)[0].kv_peak_bytes
+        salt = f"{task.name} {self._kv.evict} {self._kv.sparse}"
+        found = self._results(task, [sample], cache_salt=salt)[0].kv_peak_bytes
         assert found is not None, "a finished request has a peak"
         return found
 
     def _results(
         self, task: EvalTask, samples: Sequence[Sample], **options: Unpack[OptionsOfMany]
     ) -> tuple[PromptResult, ...]:
+        if self._shares_prefill:
+            options |= OptionsOfMany(evict=self._kv.evict, sparse=self._kv.sparse)
         split = [self._split(task, sample) for sample in samples]
         params = [
             SamplingParams(

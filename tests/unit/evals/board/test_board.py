@@ -227,12 +227,16 @@ def test_bytes_with_a_shared_prefill_are_those_of_the_measured_prompts():
     found, full = board(), [cell("lines", [1, 1], 1000), cell("labels", [1, 1], 500)]
     hidden = [replace(one, kv_peak_bytes=None) for one in cell("lines", [1, 1], 1).prompts]
     shared = [replace(cell("lines", [1, 1], 1), prompts=tuple(hidden)), cell("labels", [1, 1], 200)]
-    found = replace(found, cells={FULL: full, SINKS: shared})
+    config = replace(found.config, shares_prefill=True)
+    found = replace(found, config=config, cells={FULL: full, SINKS: shared})
     rows = rows_by_entry(found)
 
     assert rows[SINKS].kv_share == 0.4
     assert rows[SINKS].kv_peak_bytes == 0.4 * 750
     assert rows[SINKS].tokens_per_s is None
+    assert rows[FULL].tokens_per_s is not None
+    known = replace(found, cells={FULL: full, SINKS: full})  # as with one prompt of each task
+    assert rows_by_entry(known)[SINKS].tokens_per_s is None
     text = page(BoardResult.of(found), "m", has_chart=False)
     assert "tokens/s" not in text.lower()
     assert "shared the prefill of a prompt; KV is that of one prompt of each task." in text
