@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,9 @@ def test_verdict_on_a_claim_compares_the_interval_of_the_paired_difference(loss,
 
     assert found.mean == pytest.approx(1 - loss)
     assert papers_page.Judged(claim, found).verdict == verdict
+    one_prompt_gains = replace(found, mean=0.01, low=0.0, high=0.02)
+    judged = papers_page.Judged(replace(claim, at_least=0.0), one_prompt_gains)
+    assert judged.verdict == "not decided"
 
 
 def test_page_of_claims_is_of_the_prompts_of_all_seeds_of_one_run(docs: Path, tmp_path: Path):
@@ -239,6 +243,10 @@ def test_page_of_claims_is_of_the_prompts_of_all_seeds_of_one_run(docs: Path, tm
     assert verdicts["quality", 0.99] == "not decided"
     assert {one["count"] for one in found} == {149}
     assert "150 prompts of 64 tokens of each task" in (docs / "papers.md").read_text()
+    (tmp_path / "board.json").write_text(json.dumps(run | {"arms": {"judged_tasks": []}}))
+    with pytest.raises(ConfigError, match="no task of the leaderboard counts"):
+        papers_page.main(tmp_path, docs)
+    (tmp_path / "board.json").write_text(json.dumps(run))
     write("niah-again", papers_page.FULL, "niah", "accuracy")
     with pytest.raises(ConfigError, match=r"two results of .* on niah"):
         papers_page.main(tmp_path, docs)
