@@ -41,9 +41,10 @@ def test_space_has_the_baseline_first_and_every_combination_once():
     assert SearchCandidate("none", "h2o:cap=128,when=prefill_end,budget=(pyramid)") in found
     with pytest.raises(ConfigError, match="--caps has no values"):
         Space(caps=())
-    own = replace(space, rules=("full", "recent:sinks=4,budget=(ada)")).candidates()
-    assert {one.evict.count("budget") for one in own} == {0, 1}  # a rule's own budget stays
-    assert len(own) == 2 * (1 + 2)
+    for rule in ("recent:sinks=4,budget=(ada)", "snapkv:budget=ada"):
+        own = replace(space, rules=("full", rule)).candidates()
+        assert {one.evict.count("budget") for one in own} == {0, 1}  # a rule's own budget stays
+        assert len(own) == 2 * (1 + 2)
 
 
 def alone(one):

@@ -68,6 +68,6 @@ class Space:
         for cap in self.caps:
             for when in self.schedules:
                 for budget in self.budgets:
-                    own = budget == UNIFORM or ",budget=" in rule
+                    own = budget == UNIFORM or "budget=" in rule
                     share = "" if own else f",budget=({budget})"
                     yield f"{rule}{separator}cap={cap},when={when}{share}"
