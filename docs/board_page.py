@@ -39,11 +39,9 @@ def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
     result = BoardResult.stored(run)
     presses = None if chosen.kvpress is None else read(chosen.kvpress, "kvpress.json")
     confirmed = [BoardResult.stored(each) for each in run["arms"].get("confirmed", ())]
-    section = [
-        *(pages.confirmed_lines(confirmed) if confirmed else ()),
-        *([] if presses is None else kvpress_lines(presses)),
-    ]
-    text = pages.page(result, run["config"]["model"], has_chart=True, section=section)
+    section = [] if presses is None else kvpress_lines(presses)
+    model = run["config"]["model"]
+    text = pages.page(result, model, has_chart=True, confirmed=confirmed, section=section)
     files = {
         f"{NAME}-measured.md": page(text, run, " ".join(chosen.note)).encode(),
         f"images/{NAME}.svg": pages.chart(result),

@@ -250,8 +250,7 @@ def write_pages(
 
     files = {RESULT_FILE: result}
     has_chart = has_extra("report") and bool(found.judged)
-    section = list(pages.confirmed_lines(confirmed)) if confirmed else []
-    page = pages.page(found, model, has_chart=has_chart, section=section)
+    page = pages.page(found, model, has_chart=has_chart, confirmed=confirmed)
     files[pages.PAGE_FILE] = page.encode()
     if has_chart:
         files[pages.CHART_FILE] = pages.chart(found)

@@ -36,10 +36,18 @@ _COLOURS = {
 _OTHER, _PARETO = "#3a8a4d", "#444444"
 
 
-def page(result: BoardResult, model: str, *, has_chart: bool, section: Sequence[str] = ()) -> str:
+def page(
+    result: BoardResult,
+    model: str,
+    *,
+    has_chart: bool,
+    confirmed: Sequence[BoardResult] = (),
+    section: Sequence[str] = (),
+) -> str:
     """The leaderboard as Markdown."""
-    kept = (*_class_lines(result), *_rule_lines(result.rows)) if result.judged else ()
-    lines = [*_intro(result, model, has_chart=has_chart), *kept, *section]
+    kept = (*_class_lines(result, confirmed), *_rule_lines(result.rows)) if result.judged else ()
+    again = confirmed_lines(confirmed) if confirmed else ()
+    lines = [*_intro(result, model, has_chart=has_chart), *kept, *again, *section]
     return "\n".join([*lines, *_table(result), *_refused_lines(result)]) + "\n"
 
 
@@ -52,8 +60,8 @@ def _intro(result: BoardResult, model: str, *, has_chart: bool) -> Iterator[str]
     yield ""
     yield (
         f"{result.num_prompts} prompts of at most {result.tokens} tokens for each task, "
-        f"{len(result.seeds)} "
-        f"seeds. Quality: mean over the tasks of score over full KV's, with the 95 % interval "
+        f"{len(result.seeds)} seed{'s' * (len(result.seeds) > 1)}. "
+        f"Quality: mean over the tasks of score over full KV's, with the 95 % interval "
         f"(bootstrap over prompts). KV: mean peak bytes of a request, statistics and page tables "
         f"included, over those of full KV with codec `{reference.entry.codec}`. {speed}Pareto: no "
         f"entry has both a higher quality and fewer bytes."
@@ -68,7 +76,8 @@ def _intro(result: BoardResult, model: str, *, has_chart: bool) -> Iterator[str]
     scores = ", ".join(f"`{task}` {reference.scores[task]:.3g}" for task in result.tasks)
     judged = ", ".join(result.judged)
     over = f"Quality is over {judged}." if judged else f"**{result.why_no_quality}**"
-    yield f"Scores with full KV: {scores}. {over}"
+    what = f" That of {PERPLEXITY} is the mean probability of a token."
+    yield f"Scores with full KV: {scores}.{what * (PERPLEXITY in result.tasks)} {over}"
     yield from _overlap_lines([result])
     if not result.sanity.passed:
         whole = not result.sanity.cases or not judged
@@ -97,6 +106,11 @@ def confirmed_lines(boards: Sequence[BoardResult]) -> Iterator[str]:
         "quality over full KV with its paired 95 % interval."
     )
     yield ""
+    for each in boards:
+        if list(each.judged) != list(each.tasks):  # full KV fails on the others at this length
+            judged = ", ".join(each.judged) or "no task"
+            yield f"At {each.tokens:,} tokens, quality is over {judged} only."
+            yield ""
     yield from _overlap_lines(boards)
     sizes = " | ".join(f"{each.tokens:,} tokens" for each in boards)
     yield f"| rule | cap | when | codec | KV | {sizes} |"
@@ -140,19 +154,28 @@ def _classes() -> str:
 _LISTED = 3  # of each class
 
 
-def _class_lines(result: BoardResult) -> Iterator[str]:
-    """The best entries of each class of bytes, between marks for pages that include them."""
+def _class_lines(result: BoardResult, confirmed: Sequence[BoardResult]) -> Iterator[str]:
+    """The best entries of each class of bytes, between marks for pages that include them.
+
+    The best of many are chosen by scores that are a little too high: those of new prompts are not.
+    """
+    same = [each for each in confirmed if each.tokens == result.tokens][:1]
+    new = {row.entry: row.quality for each in same for row in each.rows}
     yield "## Best of each class of KV bytes"
     yield ""
+    yield "Chosen by these prompts, whose scores are therefore a little too high."
+    yield ""
     yield "<!-- --8<-- [start:classes] -->"
-    yield "| KV over full KV | options | requests in the same memory | quality over full KV |"
-    yield "| ---: | --- | ---: | ---: |"
+    head = "| KV over full KV | options | requests in the same memory | quality over full KV |"
+    yield head + " with new prompts |" * len(same)
+    yield "| ---: | --- | ---: | ---: |" + " ---: |" * len(same)
     rows = {row.entry: row for row in result.rows}
     for entry in best_of_classes(result.rows, _LISTED):
         row = rows[entry]
+        again = f" {_interval(new[entry])} |" if entry in new else " none |" * len(same)
         yield (
             f"| {row.kv_share:.3f} | `{entry}` | {1 / row.kv_share:.1f} times | "
-            f"{_interval(row.quality)} |"
+            f"{_interval(row.quality)} |{again}"
         )
     yield "<!-- --8<-- [end:classes] -->"
     yield ""
@@ -198,7 +221,8 @@ def _table(result: BoardResult) -> Iterator[str]:
     numbers = 2 + has_speed + len(tasks)
     yield "| --- | ---: | --- | --- |" + " ---: |" * numbers + " --- |"
     for row in result.rows:
-        entry, scores = row.entry, " | ".join(f"{row.scores[task]:.2f}" for task in tasks)
+        entry = row.entry
+        scores = " | ".join(f"{row.scores[t]:.{4 if t == PERPLEXITY else 2}f}" for t in tasks)
         speed = "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}"
         speed = f"{speed} | " * has_speed
         yield (

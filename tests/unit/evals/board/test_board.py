@@ -153,7 +153,11 @@ def test_an_entry_that_lacks_a_confirmed_length_has_none_there():
     second = replace(result, rows=[rows[FULL], rows[SINKS]])
 
     lines = list(confirmed_lines([second, result]))
+    text = page(result, "m", has_chart=False, confirmed=[second])
 
+    assert "At 256 tokens, quality is over lines only." in lines  # not over labels
+    assert "| quality over full KV | with new prompts |\n" in text
+    assert re.search(r"kvcrush.* \| none \|\n", text)
     quality = f"{rows[SINKS].quality.mean:.3f}"
     [found] = [line for line in lines if "`sinks`" in line]
     [missing] = [line for line in lines if "kvcrush" in line]
@@ -270,6 +274,10 @@ def test_page_says_how_far_windows_of_one_text_overlap(tokens, count, shown):
     found = replace(BoardResult.of(board()), tasks=("perplexity",), tokens=tokens, count=count)
     lines = "\n".join(confirmed_lines([replace(found, seeds=(1,))]))
     assert ("share 85% (4,096 tokens): they are not independent" in lines) == shown
+    rows = [replace(row, scores={"perplexity": 0.03512}) for row in found.rows]
+    text = page(replace(found, rows=rows), "m", has_chart=False)
+    assert "That of perplexity is the mean probability of a token." in text
+    assert re.search(r"\| `sinks` \|.*\| 0\.0351 \|", text)
 
 
 def test_the_best_entries_of_each_class_of_bytes_are_confirmed():
