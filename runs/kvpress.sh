@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Ten presses of kvpress and the rules of Quire of the same methods on SmolLM2, in float32, with the prompts of
-# runs/board.sh. kvpress runs in the environment of QUIRE_KVPRESS_PYTHON:
+# Ten presses of kvpress and the rules of Quire of the same methods on SmolLM2, in float32, with the first 15
+# prompts of five tasks of runs/board.sh, at 50 %. kvpress runs in the environment of QUIRE_KVPRESS_PYTHON:
 #     python3 -m venv build/kvpress && build/kvpress/bin/pip install torch==2.13.0 && build/kvpress/bin/pip install kvpress==0.5.5 gguf
 #     QUIRE_KVPRESS_PYTHON=build/kvpress/bin/python bash runs/kvpress.sh
 # The same command goes on after an interruption; finished results are stored in docs/results/kvpress-cells.tar.xz. Last line of output: one JSON object. Folder: KVPRESS_OUT.

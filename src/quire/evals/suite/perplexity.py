@@ -27,7 +27,7 @@ NLL = "nll"
 PERPLEXITY, SUMMARY = "perplexity", "summary"
 CONTEXT_SHARE = 0.75
 MAX_CONTINUATION = 64
-"""Tokens of a continuation, at most: each is a decode step."""
+"""Tokens of a continuation, at most, by the mean length of a token: each is a decode step."""
 TOP_1 = "top_1"
 SUMMARY_TOKENS = 48
 _GOLDEN_RATIO = 0.6180339887498949  # multiples of it are spread evenly, modulo 1
