@@ -1,10 +1,11 @@
-"""Confidence interval of a mean by the bootstrap (Efron 1979); exact if all values are equal."""
+"""Confidence intervals of means: of values, and of shares of several tasks."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 RESAMPLES, TAIL = 2_000, 0.025
 SHARE, DIFFERENCE = (0.0, 1.0), (-1.0, 1.0)
@@ -31,7 +32,9 @@ class Mean:
 def mean_of(
     values: Sequence[float], *, limits: tuple[float, float] | None = None, seed: int = 0
 ) -> Mean:
-    """Mean and interval of at least one value; equal for equal values.
+    """Mean and interval of at least one value, by the bootstrap (Efron 1979).
+
+    Equal values have an exact interval between limits, else none.
 
     Args:
         values: one of each prompt.
@@ -43,6 +46,43 @@ def mean_of(
     low, high = np.percentile(numbers[drawn].mean(axis=1), [2.5, 97.5])
     found = Mean(float(numbers.mean()), float(low), float(high), len(numbers), float(numbers.max()))
     return found if limits is None else bounded(found, limits)
+
+
+def mean_of_tasks(
+    tasks: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]],
+    others: Sequence[NDArray[np.float64]] | None = None,
+    *,
+    seed: int = 0,
+) -> Mean:
+    """Mean over tasks of mean value over mean full value, with its interval.
+
+    Prompts of a task have random weights (Bayesian bootstrap, Rubin 1981). One task, drawn anew for
+    each set of weights, has one prompt more, with the least possible value for the lower end and
+    the largest for the upper end. For a task of right and wrong answers that is the interval of
+    Clopper and Pearson (1934); without the prompt, an interval near the limits is too narrow.
+
+    Args:
+        tasks: values and full values of the prompts of each task, all at least 0.
+        others: values of the same prompts; the result is the difference of two such means.
+        seed: of the weights.
+    """
+    rng, (mean, count), ends = np.random.default_rng(seed), (0.0, 0), np.zeros((2, RESAMPLES))
+    longer = rng.integers(len(tasks), size=RESAMPLES)
+    for task, (values, full) in enumerate(tasks):
+        number, largest = len(values), max(values.max(), full.max())
+        weights = rng.standard_exponential((RESAMPLES, number + 1))
+        weights[:, -1] *= longer == task
+        weights /= weights.sum(axis=1, keepdims=True)
+        gains, least = values, 0.0
+        if others is not None:
+            gains, least = values - others[task], -largest
+        scale = weights[:, :-1] @ full + weights[:, -1] * full.mean()
+        by_prompts = weights[:, :-1] @ gains
+        for end, limit in zip(ends, (least, largest), strict=True):
+            end += (by_prompts + weights[:, -1] * limit) / scale / len(tasks)
+        mean, count = mean + gains.mean() / full.mean() / len(tasks), count + number
+    low, high = np.percentile(ends[0], 100 * TAIL), np.percentile(ends[1], 100 * (1 - TAIL))
+    return Mean(float(mean), float(low), float(high), count)
 
 
 def prompts_to_show(share: float) -> int:

@@ -8,10 +8,12 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import binomtest
 
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
@@ -19,7 +21,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, TraceError, UnknownName
 from quire.evals import tasks
 from quire.evals.fidelity import LIKELIEST, FidelityScorer, Reference, bounded_kl
-from quire.evals.intervals import MIN_PROMPTS, SHARE, mean_of
+from quire.evals.intervals import MIN_PROMPTS, SHARE, mean_of, mean_of_tasks
 from quire.evals.prompt_file import UserPrompt, read_prompts
 from quire.evals.questions import DEPTHS, DOCUMENT_START, make_questions
 from quire.evals.tasks.words import CLASS_NAMES, class_words, haystack, vocabulary
@@ -281,6 +283,16 @@ def test_equal_values_between_limits_have_an_exact_interval(values, limits, low,
     found = mean_of(values, limits=limits)
     assert (found.mean, found.count) == (values[0], len(values))
     assert (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
+
+
+@pytest.mark.parametrize(("right", "count"), [(4, 4), (27, 30), (0, 20)])
+def test_a_task_of_right_and_wrong_answers_has_the_interval_of_clopper_and_pearson(right, count):
+    values, full = np.array([1.0] * right + [0.0] * (count - right)), np.ones(count)
+    found, wanted = mean_of_tasks([(values, full)]), binomtest(right, count).proportion_ci()
+    assert (found.low, found.high) == pytest.approx((wanted.low, wanted.high), abs=0.02)
+    alike = mean_of_tasks([(values, full)] * 5, [values] * 5)
+    assert (alike.mean, alike.count) == (0.0, 5 * count)
+    assert alike.high == pytest.approx((1 - 0.025 ** (1 / count)) / 5, rel=0.2)
 
 
 def test_six_equal_differences_are_the_fewest_that_exclude_no_difference():

@@ -62,7 +62,7 @@ def _intro(result: BoardResult, model: str, *, has_chart: bool) -> Iterator[str]
         f"{result.num_prompts} prompts of at most {result.tokens} tokens for each task, "
         f"{len(result.seeds)} seed{'s' * (len(result.seeds) > 1)}. "
         f"Quality: mean over the tasks of score over full KV's, with the 95 % interval "
-        f"(bootstrap over prompts). KV: mean peak bytes of a request, statistics and page tables "
+        f"(weights of prompts). KV: mean peak bytes of a request, statistics and page tables "
         f"included, over those of full KV with codec `{reference.entry.codec}`. {speed}Pareto: no "
         f"entry has both a higher quality and fewer bytes."
     )
@@ -124,8 +124,14 @@ def confirmed_lines(boards: Sequence[BoardResult]) -> Iterator[str]:
     ]
     for row in listed:
         entry = row.entry
-        own = [rows.get(entry) for rows in found]  # None: refused at this length, or no time left
-        cells = ["none" if one is None else _interval(one.quality) for one in own]
+        cells = [
+            _interval(rows[entry].quality)
+            if entry in rows
+            else "refused"
+            if entry in each.refused
+            else "not run"
+            for rows, each in zip(found, boards, strict=True)
+        ]
         yield (
             f"| `{entry.name}` | {entry.budget or '100%'} | {entry.schedule} | `{entry.codec}` | "
             f"{row.kv_share:.3f} | {' | '.join(cells)} |"

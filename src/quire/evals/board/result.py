@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from quire.evals.board.grid import FULL, BoardEntry
 from quire.evals.board.run import Board
-from quire.evals.intervals import RESAMPLES, Mean, bounded
+from quire.evals.intervals import Mean, mean_of_tasks
 from quire.evals.suite.base import MIN_FULL
 from quire.evals.suite.cells import CellResult
 from quire.evals.suite.perplexity import NLL
@@ -50,14 +50,7 @@ class Row:
         fields["entry"] = entry = BoardEntry(**values["entry"])
         # not stored by earlier versions
         fields.setdefault("is_reference", entry.rule == FULL and values["kv_share"] == 1.0)
-        return cls(**fields).with_exact_interval()
-
-    def with_exact_interval(self) -> "Row":
-        """This row with an interval if all its prompts are equal; the reference has none."""
-        limits = (0.0, max(1.0, self.quality.most))
-        if self.is_reference or not self.quality.count:
-            return self
-        return replace(self, quality=bounded(self.quality, limits))
+        return cls(**fields)
 
 
 def judged_tasks(board: Board) -> list[str]:
@@ -107,34 +100,23 @@ def _row(
     tokens = sum(p.prompt_tokens + p.output_tokens for cell in cells for p in cell.prompts)
     return Row(
         entry=entry,
-        quality=_quality(judged) if judged else _NO_QUALITY,
+        quality=_quality(judged, is_reference=cells is reference),
         scores={cell.task: _score(cell) for cell in cells},
         kv_peak_bytes=share * _mean_bytes(reference),
         kv_share=share,
         tokens_per_s=None if is_shared else tokens / sum(cell.seconds for cell in cells),
         is_reference=cells is reference,
-    ).with_exact_interval()
+    )
 
 
 def _quality(
-    judged: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]], seed: int = 0
+    judged: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]], *, is_reference: bool
 ) -> Mean:
-    """Mean over tasks of score over full KV's, with the bootstrap over prompts."""
-    rng = np.random.default_rng(seed)
-    mean, resampled = 0.0, np.zeros(RESAMPLES)
-    for values, full in judged:
-        drawn = rng.integers(len(values), size=(RESAMPLES, len(values)))
-        mean += _over(values.mean(), full.mean()) / len(judged)
-        below = np.maximum(full[drawn].mean(axis=1), full.mean() / len(full))  # above 0
-        resampled += values[drawn].mean(axis=1) / below / len(judged)
-    low, high = np.percentile(resampled, [2.5, 97.5])
-    count = sum(len(values) for values, _ in judged)
-    most = max(_over(float(values.max()), float(full.mean())) for values, full in judged)
-    return Mean(float(mean), float(low), float(high), count, most)
-
-
-def _over(value: float, full: float) -> float:
-    return value / full if full else 1.0
+    """Mean over tasks of score over full KV's; that of full KV itself has no interval."""
+    if not judged:
+        return _NO_QUALITY
+    found = mean_of_tasks(judged)
+    return replace(found, low=1.0, high=1.0) if is_reference else found
 
 
 def _unbeaten(rows: Sequence[Row]) -> list[bool]:

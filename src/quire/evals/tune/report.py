@@ -45,7 +45,8 @@ def page(tuned: Tuned, model: str, *, has_chart: bool) -> str:
 
 def _page_lines(tuned: Tuned, model: str, *, has_chart: bool) -> Iterator[str]:
     config, chosen = tuned.config, tuned.chosen
-    quality = tuned.held_out[chosen]
+    quality, missed = tuned.held_out[chosen], list(tuned.held_out).index(chosen)
+    tried = f" Before it {missed} others missed that on these prompts." if missed else ""
     yield f"# Tuned KV memory of {model}"
     yield ""
     yield (
@@ -53,7 +54,7 @@ def _page_lines(tuned: Tuned, model: str, *, has_chart: bool) -> Iterator[str]:
         f"prompt tokens and {config.max_tokens} output tokens, {tuned.gain:.2f} times the "
         f"{tuned.predicted[tuned.baseline].rows:,} of `{tuned.baseline}`. Its {config.metric} is "
         f"{quality} on {quality.count} prompts that the search did not use (95 % interval); at "
-        f"least {config.min_quality} was required."
+        f"least {config.min_quality} was required.{tried}"
     )
     yield ""
     if has_chart:
