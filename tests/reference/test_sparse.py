@@ -301,13 +301,14 @@ def test_a_preempted_request_with_offloaded_kv_changes_no_output(swap, slow, mon
     )
 
 
-def test_outputs_that_share_offloaded_pages_load_whole_layers_with_the_same_outputs():
+def test_outputs_that_share_offloaded_pages_share_a_cache():
     params = SamplingParams(max_tokens=24, n=2, seed=1, temperature=1.0, ignore_eos=True)
     alone = Engine(deep("llama"), kv_config(memory="4MiB", page_tokens=4, sparse=RULE))
     expected = answer(alone, [GenerationRequest(LONG, params, request_id="a")])
     engine, got = offloaded(requests=[GenerationRequest(LONG, params, request_id="a")])
 
-    assert engine.stats().sparse_pages_read < engine.stats().sparse_pages_held
+    stats = engine.stats()
+    assert 0 < stats.sparse_pages_fetched < stats.sparse_page_hits
     assert got.tokens == expected.tokens
     assert largest_difference(got.logits, expected.logits) < 1e-4
 

@@ -128,7 +128,7 @@ def confirmed_lines(boards: Sequence[BoardResult]) -> Iterator[str]:
             _interval(rows[entry].quality)
             if entry in rows
             else "refused"
-            if entry in each.refused
+            if str(entry) in each.refused
             else "not run"
             for rows, each in zip(found, boards, strict=True)
         ]

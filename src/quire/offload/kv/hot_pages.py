@@ -15,8 +15,9 @@ layer.
 KV heads read different pages. A page of the cache holds another page of the prefix in each head,
 and only the head's part of a page is fetched.
 
-A step of a row that reads all pages, or that shares the offloaded pages with other rows, loads
-whole layers as without sparse attention, and its cache starts anew.
+Rows that share offloaded pages share their cache, beside that of the pages of each row alone. A
+step in which one of them reads all pages, or in which their budgets exceed the cache, loads whole
+layers as without sparse attention, and the cache starts anew.
 """
 
 from bisect import bisect_left
@@ -134,17 +135,18 @@ def _with_bounds(layout: CacheLayout) -> Iterable[PageClass]:
 
 
 class HotPages:
-    """The cache of one lane group of a sequence; the file's docstring has its division.
+    """The cache of neighbouring offloaded pages of a lane group that the same rows hold.
 
     Args:
         table: page table of the group.
-        page_groups: the offloaded prefix, in one staging with two slots.
+        page_groups: the pages, in a staging with two slots.
         first: first layer that does not read all pages.
-        most: most pages that a KV head of a layer reads.
+        max_pages: most pages that a KV head of a layer reads, in all rows.
 
     Attributes:
         page_groups, first: see above.
-        most: most pages that a KV head of a layer can read.
+        columns: pages of a lane.
+        max_pages: most pages that a KV head of a layer can read.
         starts: [layers, lanes of a layer, columns] first byte of each page in offload memory.
     """
 
@@ -153,7 +155,7 @@ class HotPages:
         table: LaneTable,
         page_groups: Sequence[OffloadedPageGroup],
         first: int,
-        most: int,
+        max_pages: int,
     ) -> None:
         group, self.page_groups, self.first = table.group, tuple(page_groups), first
         lanes, heads, num_layers = group.lanes_per_layer, group.page_class.heads, len(group.layers)
@@ -164,70 +166,115 @@ class HotPages:
             parts.append(by_layer[:, :, held.offset : held.offset + held.columns])
         self.starts: NDArray[np.int64] = np.concatenate(parts, axis=2)
         self._pages = np.concatenate([held.staging[1] for held in page_groups], axis=1)
-        self._columns, layers = self._pages.shape[1], num_layers - first
-        own = self._columns // layers
-        if own < (wanted := min(self._columns, most + most // _GROWTH + 1)) and layers > 1:
-            own = (self._columns - wanted) // (layers - 1)
+        self.columns, layers = self._pages.shape[1], num_layers - first
+        own = self.columns // layers
+        wanted = min(self.columns, max_pages + max_pages // _GROWTH + 1)
+        if own < wanted and layers > 1:
+            own = (self.columns - wanted) // (layers - 1)
         self._own, self._rest = own, layers * own
-        self.most = own + self._columns - self._rest
-        # by layer after `first` and KV head: the place of each column, the column in each place
+        self.max_pages = own + self.columns - self._rest
+        # by layer after `first` and KV head: the place of each column, the column in each place;
+        # places from `own` on are in the rest
         shape = layers, lanes * heads
-        self._place = np.full((*shape, self._columns), -1, dtype=np.int32)
+        self._place = np.full((*shape, self.columns), -1, dtype=np.int32)
         self._column = np.full((*shape, own), -1, dtype=np.int32)
         self._used = np.zeros((*shape, own), dtype=np.int64)
         self._heads, self._clock = heads, 0
+        self._in_rest = np.zeros(lanes * heads, dtype=np.int64)
+        self._layer = first  # whose pages are in the rest
 
-    def fits(self, page_groups: Sequence[OffloadedPageGroup], first: int, most: int) -> bool:
-        """Whether it serves a step of the same prefix with such reads."""
+    def fits(self, page_groups: Sequence[OffloadedPageGroup], first: int, max_pages: int) -> bool:
+        """Whether it serves a step of the same pages with such reads."""
         same = len(page_groups) == len(self.page_groups) and all(
             map(is_, page_groups, self.page_groups)
         )
-        return same and first == self.first and most <= self.most
+        return same and first == self.first and max_pages <= self.max_pages
 
-    def find(
-        self, layer: int, lane: int, columns: NDArray[np.int64], resident: PageNumbers
-    ) -> "Found":
-        """Return the pages of columns that KV heads read; those not in the cache get a place.
+    def begin(self, layer: int) -> None:
+        """Begin the reads of a layer of all rows: they need its pages until the next call."""
+        of_layer = self._place[self._layer - self.first]
+        of_layer[of_layer >= self._own] = -1
+        self._in_rest[:] = 0
+        self._layer = layer
+        self._clock += 1
+
+    def find(self, lane: int, columns: NDArray[np.int64]) -> "Found":
+        """Return the pages of columns that KV heads of a row read in the layer of `begin`.
+
+        Columns that are not in the cache get a place.
 
         Args:
-            layer: index of the layer in its group.
             lane: index of the lane in its layer.
-            columns: [head, count] columns of the page table.
-            resident: page table of the lane.
+            columns: [head, count] columns; others than those of the cache have page 0.
         """
-        at, kv_heads = layer - self.first, lane * self._heads + np.arange(self._heads)
+        at, kv_heads = self._layer - self.first, lane * self._heads + np.arange(self._heads)
         place_of, column_in, used = self._place[at], self._column[at], self._used[at]
-        is_offloaded = columns < self._columns
-        place = place_of[kv_heads[:, None], np.where(is_offloaded, columns, 0)]
-        is_hit, missing = is_offloaded & (place >= 0), is_offloaded & (place < 0)
-        self._clock += 1
-        head, _ = np.nonzero(is_hit)
-        used[kv_heads[head], place[is_hit]] = self._clock
+        is_held = (columns >= 0) & (columns < self.columns)
+        place = place_of[kv_heads[:, None], np.where(is_held, columns, 0)]
+        is_hit, missing = is_held & (place >= 0), is_held & (place < 0)
+        head, order = np.nonzero(is_hit & (place < self._own))
+        used[kv_heads[head], place[head, order]] = self._clock
         oldest = np.argsort(used[kv_heads], axis=1, kind="stable")
         number = np.cumsum(missing, axis=1) - 1
-        free = self._own - is_hit.sum(axis=1, keepdims=True)
+        free = (used[kv_heads] < self._clock).sum(axis=1, keepdims=True)
         head, order = np.nonzero(missing & (number < free))
         taken, kv_head = oldest[head, number[head, order]], kv_heads[head]
         before = column_in[kv_head, taken]
         place_of[kv_head[before >= 0], before[before >= 0]] = -1
-        place_of[kv_head, columns[head, order]] = taken
         column_in[kv_head, taken], used[kv_head, taken] = columns[head, order], self._clock
         place[head, order] = taken
         spilled = missing & (number >= free)
-        place = np.where(spilled, self._rest + number - free, at * self._own + place)
-        pages = np.where(is_offloaded, self._pages[lane][np.where(is_offloaded, place, 0)], 0)
-        pages = np.where(is_offloaded, pages, resident[columns])
+        begin = self._own + self._in_rest[kv_heads, None]
+        place = np.where(spilled, begin + number - free, place)
+        self._in_rest[kv_heads] += spilled.sum(axis=1)
         head, order = np.nonzero(missing)
-        starts = self.starts[layer, lane, columns[head, order]]
+        place_of[kv_heads[head], columns[head, order]] = place[head, order]
+        index = np.where(place < self._own, at * self._own, self._rest - self._own) + place
+        pages = np.where(is_held, self._pages[lane][np.where(is_held, index, 0)], 0)
+        starts = self.starts[self._layer, lane, columns[head, order]]
         return Found(pages, int(is_hit.sum()), pages[head, order], head, starts)
+
+
+class HotRow:
+    """The caches of the offloaded prefix of a row in one lane group.
+
+    Args:
+        parts: caches of its pages, in order.
+
+    Attributes:
+        parts: see above.
+        first: first layer that does not read all pages.
+        starts: [layers, lanes of a layer, columns] first byte of each page in offload memory.
+    """
+
+    def __init__(self, parts: Sequence[HotPages]) -> None:
+        self.parts, self.first = tuple(parts), parts[0].first
+        self.starts = np.concatenate([part.starts for part in parts], axis=2)
+
+    def find(
+        self, lane: int, columns: NDArray[np.int64], resident: PageNumbers
+    ) -> tuple[PageNumbers, list["Found"]]:
+        """Return the pages of columns, and what each cache found; see `HotPages.find`.
+
+        Args:
+            lane: index of the lane in its layer.
+            columns: [head, count] columns of the page table.
+            resident: page table of the lane.
+        """
+        begin, found = 0, list[Found]()
+        for part in self.parts:
+            found.append(part.find(lane, columns - begin))
+            begin += part.columns
+        pages = np.where(columns < begin, sum(one.pages for one in found), resident[columns])
+        return pages, found
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Where KV heads read pages.
+    """Where KV heads read pages of a cache.
 
     Attributes:
-        pages: [head, count] pages of the KV memory.
+        pages: [head, count] pages of the KV memory; 0: of a column that the cache does not have.
         num_hits: those of them that were in the cache.
         missing, heads, starts: the others of offload memory: their page in the KV memory, KV head
             in the page, and first byte in offload memory.
@@ -280,7 +327,7 @@ class HotLayer:
         table: page table of the lane group.
         index: index of the layer in its group.
         rows: rows of the page table, in the order of the step.
-        caches: by index in the step.
+        caches: of rows, by index in the step.
         bounds_table: bounds of offloaded pages.
         copies: copies pages from offload memory.
         worker: runs the copies.
@@ -290,7 +337,7 @@ class HotLayer:
     table: LaneTable
     index: int
     rows: NDArray[np.int64]
-    caches: Mapping[int, HotPages]
+    caches: Mapping[int, HotRow]
     bounds_table: OffloadedBounds
     copies: HostCopies
     worker: TransferWorker
@@ -325,6 +372,8 @@ class HotLayer:
     ) -> PageNumbers:
         group, pages = self.table.group, np.zeros(columns.shape, dtype=np.int32)
         heads, found = group.page_class.heads, list[Found]()
+        for part in {part: None for cache in self.caches.values() for part in cache.parts}:
+            part.begin(self.index)
         for lane in range(group.lanes_per_layer):
             own, numbers = slice(lane * heads, (lane + 1) * heads), self._numbers(lane)
             for at, row in enumerate(rows.tolist()):
@@ -332,8 +381,9 @@ class HotLayer:
                 if row not in self.caches:
                     pages[at, own, : counts[at, lane]] = numbers[row][wanted]
                     continue
-                found.append(self.caches[row].find(self.index, lane, wanted, numbers[row]))
-                pages[at, own, : counts[at, lane]] = found[-1].pages
+                where, parts = self.caches[row].find(lane, wanted, numbers[row])
+                pages[at, own, : counts[at, lane]] = where
+                found += parts
         missing, of_heads, starts = (
             np.concatenate([getattr(one, name) for one in found])
             for name in ("missing", "heads", "starts")

@@ -36,7 +36,7 @@ class Pending(Protocol):
 
 @runtime_checkable  # for the type checks in tests
 class StagingCache(Protocol):
-    """What the second staging slot holds of a sequence with sparse attention."""
+    """What the second staging slot holds for rows with sparse attention."""
 
     @property
     def page_groups(self) -> Sequence[object]:
@@ -50,11 +50,11 @@ class StagingUse:
     Bookkeeping that moves or frees staging pages waits for both.
 
     Attributes:
-        caches: by row and lane group; see `hot_pages`.
+        caches: by identity of their first page group; see `hot_pages`.
     """
 
     def __init__(self) -> None:
-        self.caches: dict[tuple[int, str], StagingCache] = {}
+        self.caches: dict[int, StagingCache] = {}
         self._batches: list[Pending] = []
         self._pages: dict[tuple[int, int], tuple[object, dict[Run, Transfer]]] = {}
         self._activations: dict[
@@ -136,6 +136,15 @@ class StagingUse:
         self._pages.clear()
         self._activations.clear()
         self.caches.clear()
+
+    def drop_caches(self, page_groups: Sequence[object]) -> None:
+        """Drop the caches of page groups, into whose staging whole layers are loaded."""
+        dropped = set(map(id, page_groups))
+        self.caches = {
+            key: cache
+            for key, cache in self.caches.items()
+            if dropped.isdisjoint(map(id, cache.page_groups))
+        }
 
     def _wait_for_activations(self) -> None:
         copies = (transfers for _, transfers in self._activations.values())

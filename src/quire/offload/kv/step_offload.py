@@ -8,7 +8,7 @@ Batches of a step that share each layer have an offload of their own each (colum
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, groupby
 from types import MappingProxyType
 
 import numpy as np
@@ -19,7 +19,7 @@ from quire.kernels.backend import AttentionBackend, AttentionMath, LayerPages, N
 from quire.kv.flat_batch import WHOLE_STEP, FlatBatch, StepPart
 from quire.kv.memory import KVMemory, MemoryListener
 from quire.kv.slot_moves import SlotMoves
-from quire.kv.tables import Rows
+from quire.kv.tables import LaneTable, Rows
 from quire.layout.layout import SLOTS, can_be_offloaded
 from quire.layout.pages import LaneGroup
 from quire.layout.sparse import SparseSpec
@@ -30,11 +30,12 @@ from quire.offload.kv.hot_pages import (
     HotLayer,
     HotPages,
     HotReads,
+    HotRow,
     OffloadedBounds,
     pages_read,
     whole_layers,
 )
-from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
+from quire.offload.kv.offloaded_prefixes import OffloadedPageGroup, OffloadedPrefixes
 from quire.offload.kv.prefetch import PrefixPrefetch
 from quire.offload.kv.prefix_splits import TRANSFERRED, OffloadedPrefix, PrefixSplits, Share
 from quire.offload.recompute.activation_store import Writing, Written
@@ -105,7 +106,8 @@ class KVOffload(MemoryListener):
         rows = [row for row in batch.rows.tolist() if self.prefixes.page_groups(row)]
         if rows:
             caches = self._caches(batch, rows, sparse)
-            whole = [row for row in rows if not any(row == of for of, _ in caches)]
+            sparse_rows = {row for row, _ in caches}
+            whole = [row for row in rows if row not in sparse_rows]
             shares = dict.fromkeys(rows, TRANSFERRED)
             if self.splits is not None and whole:
                 prefixes = self._prefixes_of(batch, whole)
@@ -126,38 +128,70 @@ class KVOffload(MemoryListener):
 
     def _caches(
         self, batch: FlatBatch, rows: Sequence[int], sparse: Sequence[SparseSpec | None]
-    ) -> dict[tuple[int, str], HotPages]:
+    ) -> dict[tuple[int, str], HotRow]:
         """Return the caches of the rows that fetch only selected pages, by row and lane group."""
-        use, found = self.prefixes.use, dict[tuple[int, str], HotPages]()
-        specs = dict(zip(batch.rows.tolist(), sparse, strict=False))
+        if self.bounds is None:
+            return {}
+        specs, use = dict(zip(batch.rows.tolist(), sparse, strict=False)), self.prefixes.use
+        reads = {row: own for row in rows if (own := self._pages_read(row, specs.get(row)))}
+        held = {row: self.prefixes.page_groups(row) for row in rows}
+        holders: dict[OffloadedPageGroup, tuple[int, ...]] = {}
+        for row, one in ((row, one) for row, own in held.items() for one in own):
+            holders[one] = *holders.get(one, ()), row
+        # of rows that share pages, all select pages in the same layers, or none does
+        while beside := {
+            row
+            for one, by in holders.items()
+            if len({reads[of][one.group][0] if of in reads else None for of in by}) > 1
+            for row in by
+            if row in reads
+        }:
+            reads = {row: own for row, own in reads.items() if row not in beside}
         for row in rows:
-            own = self._caches_of(row, specs.get(row))
-            found |= own
-            for group in {held.group for held in self.prefixes.page_groups(row)}:
-                if (row, group) not in own:  # whole layers are loaded into the second slot
-                    use.caches.pop((row, group), None)
+            if row not in reads:  # whole layers are loaded into the second slot
+                use.drop_caches(held[row])
+        found = dict[tuple[int, str], HotRow]()
+        for row, name in ((row, name) for row, own in reads.items() for name in own):
+            of_group = self.prefixes.page_groups(row, name)
+            parts = []
+            for by, part in groupby(of_group, lambda one: holders[one]):
+                first, max_pages = reads[row][name][0], sum(reads[of][name][1] for of in by)
+                parts.append(self._cache(self.memory.tables[name], list(part), first, max_pages))
+            found[row, name] = HotRow(parts)
         return found
 
-    def _caches_of(self, row: int, spec: SparseSpec | None) -> dict[tuple[int, str], HotPages]:
-        prefixes, found = self.prefixes, dict[tuple[int, str], HotPages]()
-        if spec is None or self.bounds is None:
+    def _pages_read(self, row: int, spec: SparseSpec | None) -> dict[str, tuple[int, int]]:
+        """The first layer that selects pages and their largest number, by lane group.
+
+        Empty if the row loads whole layers.
+        """
+        found = dict[str, tuple[int, int]]()
+        page_groups = self.prefixes.page_groups(row)
+        if spec is None or any(one.slots != SLOTS for one in page_groups):
             return found
-        for group in dict.fromkeys(held.group for held in prefixes.page_groups(row)):
-            held, table = prefixes.page_groups(row, group), self.memory.tables[group]
-            alone = all(o.slots == SLOTS and len(prefixes.holders(o)) == 1 for o in held)
-            most = pages_read(table, row, spec) if self._selects(table.group) else 0
-            if not alone or not most:
+        for name in dict.fromkeys(one.group for one in page_groups):
+            table = self.memory.tables[name]
+            max_pages = pages_read(table, row, spec) if self._selects(table.group) else 0
+            if not max_pages:
                 return {}
-            first, cache = whole_layers(table.group, spec), prefixes.use.caches.get((row, group))
-            if not isinstance(cache, HotPages) or not cache.fits(held, first, most):
-                for layer in table.group.first_staged(SLOTS)[1:]:  # into the slot of the cache
-                    for one in held:
-                        for transfer in prefixes.use.take(one, layer).values():
-                            transfer.result()
-                cache = HotPages(table, held, first, most)
-            found[row, group] = cache
-        prefixes.use.caches.update(found)
+            found[name] = whole_layers(table.group, spec), max_pages
         return found
+
+    def _cache(
+        self, table: LaneTable, part: Sequence[OffloadedPageGroup], first: int, max_pages: int
+    ) -> HotPages:
+        """The cache of page groups; a new one replaces one that does not fit."""
+        use, cache = self.prefixes.use, self.prefixes.use.caches.get(id(part[0]))
+        needed = min(max_pages, sum(one.columns for one in part))
+        if not isinstance(cache, HotPages) or not cache.fits(part, first, needed):
+            use.drop_caches(part)
+            for layer in table.group.first_staged(SLOTS)[1:]:  # into the slot of the cache
+                for one in part:
+                    for transfer in use.take(one, layer).values():
+                        transfer.result()
+            cache = HotPages(table, part, first, needed)
+            use.caches[id(part[0])] = cache
+        return cache
 
     def _selects(self, group: LaneGroup) -> bool:
         """Whether single pages of a group can be fetched: heads of them, without positions."""
@@ -320,7 +354,7 @@ class StepKVOffload:
         log: StepLog,
         writing: Writing | None,
         number: int = 0,
-        caches: Mapping[tuple[int, str], HotPages] = MappingProxyType({}),
+        caches: Mapping[tuple[int, str], HotRow] = MappingProxyType({}),
     ) -> None:
         self._kv_offload, self._rows, self._caches = kv_offload, batch.rows, caches
         self._writing, self.wants_inputs = writing, writing is not None

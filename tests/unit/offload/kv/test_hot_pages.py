@@ -1,5 +1,6 @@
 """The device cache of offloaded pages: every KV head finds the pages that it reads."""
 
+import itertools
 import random
 
 import numpy as np
@@ -9,7 +10,7 @@ from quire.kv.extents import Extent
 from quire.kv.tables import LaneTable
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import LaneGroup, kv_pages
-from quire.offload.kv.hot_pages import HotPages
+from quire.offload.kv.hot_pages import HotPages, HotRow
 from quire.offload.kv.offloaded_prefixes import HostPages, OffloadedPageGroup
 from quire.offload.swap.host_pool import HostSpace
 
@@ -40,47 +41,54 @@ def cache_of(columns, most, *, lanes=1):
     return HotPages(LaneTable(group, 1), found, FIRST, most)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize(("columns", "most"), [(9, 9), (40, 4), (40, 12), (100, 30)])
-def test_every_head_reads_the_page_of_its_column(columns, most, lanes):
-    rng, cache = random.Random(0), cache_of(columns, most, lanes=lanes)
-    resident = np.arange(5000, 5000 + columns + 6, dtype=np.int32)
-    content, hits = {}, 0
-    picks = {}
-    for step in range(30):
-        for layer in range(FIRST, LAYERS):
-            for lane in range(lanes):
-                key = layer, lane
-                drawn = [rng.sample(range(columns + 6), most) for _ in range(HEADS)]
-                kept = step and rng.random() < 0.8
-                picks[key] = picks[key] if kept else np.sort(np.array(drawn), axis=1)
-                found = cache.find(layer, lane, picks[key], resident)
-                loads = zip(found.missing, found.heads, found.starts, strict=True)
-                for page, head, start in loads:
+def test_every_head_reads_the_page_of_its_column(columns, most, lanes, rows):
+    """Also of rows that share the cache: their pages stay until the next layer."""
+    rng, cache = random.Random(0), cache_of(columns, min(columns, rows * most), lanes=lanes)
+    own = cache_of(20, most, lanes=lanes)  # of pages after the shared ones
+    own._pages += 3000
+    own.starts += 10**9
+    resident = np.arange(8000, 8000 + columns + 26, dtype=np.int32)
+    content, picks, hits = {}, {}, 0
+    caches = [HotRow([cache, own]), *[HotRow([cache])] * (rows - 1)]
+    for step, layer in itertools.product(range(30), range(FIRST, LAYERS)):
+        cache.begin(layer)
+        own.begin(layer)
+        read = []
+        for lane, (row, of_row) in itertools.product(range(lanes), enumerate(caches)):
+            key, count = (row, layer, lane), of_row.starts.shape[2]
+            drawn = [rng.sample(range(count + 6), most) for _ in range(HEADS)]
+            kept = step and rng.random() < 0.8
+            picks[key] = picks[key] if kept else np.sort(np.array(drawn), axis=1)
+            where, parts = of_row.find(lane, picks[key], resident)
+            for one in parts:
+                for page, head, start in zip(one.missing, one.heads, one.starts, strict=True):
                     content[int(page), int(head)] = int(start)
-                hits += found.num_hits
-                for head, (columns_read, pages) in enumerate(
-                    zip(picks[key], found.pages, strict=True)
-                ):
-                    for column, page in zip(columns_read.tolist(), pages.tolist(), strict=True):
-                        if column >= columns:
-                            assert page == resident[column]
-                        else:
-                            start = int(cache.starts[layer, lane, column])
-                            assert content[page, head] == start
-                assert all(len(set(pages.tolist())) == most for pages in found.pages)
+            hits += sum(one.num_hits for one in parts)
+            read.append((of_row, lane, picks[key], where))
+        for of_row, lane, columns_read, where in read:
+            for (head, at), column in np.ndenumerate(columns_read):
+                page, count = int(where[head, at]), of_row.starts.shape[2]
+                if column >= count:
+                    assert page == resident[column]
+                else:
+                    assert content[page, head] == of_row.starts[layer, lane, column]
     assert hits > 0 or columns == most
 
 
 def test_a_layer_keeps_what_it_reads_again_while_other_layers_read():
     cache = cache_of(40, 8)
-    resident, columns = np.zeros(60, dtype=np.int32), np.tile(np.arange(8), (HEADS, 1))
+    columns = np.tile(np.arange(8), (HEADS, 1))
     for layer in range(FIRST, LAYERS):
-        assert len(cache.find(layer, 0, columns + layer, resident).missing) == 8 * HEADS
+        cache.begin(layer)
+        assert len(cache.find(0, columns + layer).missing) == 8 * HEADS
     for layer in range(FIRST, LAYERS):
         moved = columns + layer
         moved[:, 0] = 30
-        found = cache.find(layer, 0, moved, resident)
+        cache.begin(layer)
+        found = cache.find(0, moved)
         assert (found.num_hits, len(found.missing)) == (7 * HEADS, HEADS)
 
 
@@ -89,6 +97,6 @@ def test_a_larger_budget_or_another_prefix_needs_another_cache():
     held = list(cache.page_groups)
 
     assert cache.fits(held, FIRST, 8)
-    assert not cache.fits(held, FIRST, cache.most + 1)
+    assert not cache.fits(held, FIRST, cache.max_pages + 1)
     assert not cache.fits(held, FIRST - 1, 8)
     assert not cache.fits(held[:1], FIRST, 8)
