@@ -1,5 +1,6 @@
 """Sparse attention in engines: backends agree, and other features change no output."""
 
+import re
 import time
 from functools import cache
 
@@ -10,6 +11,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import RequestError, UnsoundCombination
 from quire.offload.swap.transfer import ThreadTransferWorker
+from quire.scheduler.peaks import Need, possible_changes
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.engines import answer, greedy, largest_difference, load, make_prompts, requests_of
 from support.kv_options import kv_config
@@ -321,7 +323,7 @@ def test_a_prompt_that_starts_from_offloaded_cached_pages_fetches_selected_ones(
     assert second.tokens["c", 0] == first.tokens["a", 0]
 
 
-def test_bounds_of_offloaded_pages_are_a_part_of_the_kv_memory():
+def test_bounds_of_offloaded_pages_are_a_part_of_the_kv_memory(caplog):
     engine, _ = offloaded()
     pool, memory = engine.pool.offload.kv_offload.bounds, engine.pool.kv.memory
     total_bytes = int(0.8 * ample()[2])
@@ -331,4 +333,19 @@ def test_bounds_of_offloaded_pages_are_a_part_of_the_kv_memory():
 
     engine, got = offloaded(offload_memory="64MiB")  # more than has room for staging and bounds
     assert engine.pool.offload.prefixes.pool.total_bytes < 4 << 20
+    assert "raise --kv-memory to use all of it" in caplog.text
     assert largest_difference(got.logits, ample()[1].logits) == 0
+
+
+@pytest.mark.parametrize(("tokens", "offload_memory"), [(150, 4096), (400, 1 << 26)])
+def test_sizes_of_an_error_have_room_for_the_bounds_of_offloaded_pages(tokens, offload_memory):
+    options = {"memory": 128 << 10, "offload_memory": offload_memory, "sparse": RULE}
+    options |= {"page_tokens": PAGE_TOKENS, "offload_recompute": "off"}
+    peaks = Engine(deep("llama"), kv_config(**options), ScheduleConfig()).scheduler.peaks
+    need = Need(tokens, may_offload=True)
+    sizes = re.findall(r"--kv-((?:offload-)?memory) to (\w+)", possible_changes(peaks, need, 1))
+
+    assert len(sizes) == (2 if offload_memory == 4096 else 1)
+    for name, size in sizes:
+        larger = kv_config(**options | {name.replace("-", "_"): size})
+        assert Engine(deep("llama"), larger, ScheduleConfig()).scheduler.peaks.fits_alone(need)

@@ -30,7 +30,7 @@ from quire.errors import ConfigError, ModelError, RequestError, UnknownName
 from quire.layout.config import read_json_object
 from quire.layout.options import option
 from quire.layout.packaged import PACKAGED_MODEL, SMOLLM2
-from quire.layout.sizes import format_size, option_size
+from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -228,7 +228,7 @@ class Conversation:
             engine, context = self.llm.engine, self.llm.context_tokens(num_tokens)
             tokens = min(context, num_tokens + (self._sampling.max_tokens or context))
             need = Need(tokens, eviction=engine.pool.eviction.spec)
-            size = option_size(engine.scheduler.peaks.fitting_bytes(need))
+            size = engine.scheduler.peaks.fitting_option(need)
             changes.append(f"--kv-memory {size} leaves room")
             if need.eviction.cap is None:
                 changes.append("--evict RULE:cap=TOKENS evicts old tokens")

@@ -1,5 +1,6 @@
 """Builds the KV memory of an engine for a model and its options."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,15 +33,22 @@ from quire.kv.store import PageStore, store_of
 from quire.kv.tables import refuse_too_many_rows
 from quire.layout import limits
 from quire.layout.kv_format import read_format
-from quire.layout.layout import added_statistics, layout_for
+from quire.layout.layout import (
+    added_statistics,
+    classes_with_bounds,
+    layout_for,
+    offloaded_bounds_bytes,
+    usable_offload_bytes,
+)
 from quire.layout.pages import CacheLayout
+from quire.layout.sizes import format_size
 from quire.layout.sparse import parse_sparse, refuse_sparse
 from quire.layout.statistics import Statistic
 from quire.models.base import attention_math
 from quire.models.loader import LoadedModel
 from quire.offload.host_side import host_bytes_of, stream_bytes_of
 from quire.offload.kv.build import KVOffloadComponents, OffloadChoice, build_kv_offload
-from quire.offload.kv.hot_pages import OffloadedBounds, has_bounds, usable_bytes, with_dense_layers
+from quire.offload.kv.hot_pages import with_dense_layers
 from quire.offload.swap.host_pool import HostPool
 from quire.policies.eviction import Eviction
 from quire.policies.registry import load_policy_file
@@ -48,6 +56,8 @@ from quire.scheduler.preemption import refuse_unused_swap_space
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step import refuse_nothing_shared
+
+logger = logging.getLogger(__name__)
 
 MAX_GROUPS = 128  # lane groups with those that requests add: bounds page tables
 
@@ -113,17 +123,25 @@ def build_pool(
 ) -> KVPool:
     """Allocate the arena, swap space and KV offload of an engine."""
     plan = _plan_pool(model, config, schedule)
-    if config.offload.kv_memory and member is not None and has_bounds(plan.layout):
+    if config.offload.kv_memory and member is not None and classes_with_bounds(plan.layout):
         raise limits.refused(limits.SPARSE_OFFLOAD)
     layout, device, mover = plan.layout, model.decoder.device, plan.backend.move
     host_bytes, offload_bytes = host_bytes_of(config, layout), stream_bytes_of(config, layout)
     if host_bytes is not None:
         refuse_unused_swap_space(host_bytes, schedule)
-    total_bytes = None
-    if offload_bytes and has_bounds(layout):  # the bounds of offloaded pages are KV memory
+    total_bytes, bounds_bytes = None, 0
+    if offload_bytes and classes_with_bounds(layout):  # bounds of offloaded pages are KV memory
         total_bytes = kv_memory_bytes(model, config, schedule, layout, plan.eviction.spec)
-        offload_bytes = min(offload_bytes, usable_bytes(layout, total_bytes))
-        total_bytes -= OffloadedBounds.bytes_for(layout, offload_bytes)
+        usable_bytes = usable_offload_bytes(layout, total_bytes)
+        if usable_bytes < offload_bytes:
+            logger.warning(
+                "of --kv-offload-memory %s, %s is allocated: with --sparse, a KV memory of %s has "
+                "room for staging and bounds of no more; raise --kv-memory to use all of it",
+                *map(format_size, (offload_bytes, usable_bytes, total_bytes)),
+            )
+            offload_bytes = usable_bytes
+        bounds_bytes = offloaded_bounds_bytes(layout, offload_bytes)
+        total_bytes -= bounds_bytes
     choice = OffloadChoice(model, config, layout) if offload_bytes else None
     if choice is not None:
         choice.refuse_without_effect(offload_bytes, plan.eviction.spec.statistics)
@@ -140,6 +158,7 @@ def build_pool(
                 f"{member.guaranteed_bytes:,} B to {member.name!r}; leave memory at auto"
             )
         memory = member.make_memory(layout, schedule.num_rows, device, mover)
+    memory.arena.unpaged_bytes = bounds_bytes
     store, measured = store_of(memory), plan.stored_as.measured
     host = swap_space(memory, schedule, host_bytes, offload_bytes, model.group)
     offload = None

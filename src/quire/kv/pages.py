@@ -91,11 +91,13 @@ class Arena:
     """A fixed number of bytes in slabs of equal size.
 
     Attributes:
-        size_option: the command-line option that sets `total_bytes`.
+        size_option: the command-line option that sets `total_bytes` and `unpaged_bytes`.
+        unpaged_bytes: bytes of this option that hold no pages, such as bounds of offloaded pages.
         fences: copies in flight that read pages.
     """
 
     size_option = "--kv-memory"
+    unpaged_bytes = 0
 
     def __init__(self, total_bytes: int, page_bytes: Sequence[int]) -> None:
         self._page_bytes = tuple(page_bytes)

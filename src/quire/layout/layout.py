@@ -397,6 +397,29 @@ def offloaded_token_bytes(layout: CacheLayout) -> int:
     return sum(-(-page_bytes // tokens) for page_bytes, tokens in per_page)
 
 
+def classes_with_bounds(layout: CacheLayout) -> tuple[PageClass, ...]:
+    """Return the classes of pages that can be offloaded and have bounds of their keys."""
+    groups = (group for group in layout.groups if can_be_offloaded(group))
+    return tuple(dict.fromkeys(g.page_class for g in groups if g.page_class.has_bounds))
+
+
+def offloaded_bounds_bytes(layout: CacheLayout, offload_bytes: int) -> int:
+    """Return the bytes of the bounds of all pages in offload memory of this size."""
+    return sum(
+        (offload_bytes // page_class.page_bytes + 1) * page_class.bounds_bytes
+        for page_class in classes_with_bounds(layout)
+    )
+
+
+def usable_offload_bytes(layout: CacheLayout, kv_bytes: int) -> int:
+    """Return the offload memory for which a KV memory has room for staging and bounds."""
+    groups = [group for group in layout.groups if can_be_offloaded(group)]
+    offloaded = sum(group.num_lanes * group.page_class.page_bytes for group in groups)
+    staged = sum(SLOTS * g.lanes_per_layer * g.page_class.page_bytes for g in groups)
+    bounds = sum(group.num_lanes * group.page_class.bounds_bytes for group in groups)
+    return kv_bytes * offloaded // (staged + bounds)
+
+
 def can_be_offloaded(group: LaneGroup) -> bool:
     """Return whether the first pages of a group's lanes can be offloaded and this frees memory."""
     if group.private or group.bounded or group.readers > 1:

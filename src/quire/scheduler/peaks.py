@@ -39,7 +39,15 @@ from quire.layout.eviction import (
     PRESSURE,
     EvictionSpec,
 )
-from quire.layout.layout import SLOTS, can_be_offloaded, offloaded_token_bytes, statistics_used
+from quire.layout.layout import (
+    SLOTS,
+    can_be_offloaded,
+    classes_with_bounds,
+    offloaded_bounds_bytes,
+    offloaded_token_bytes,
+    statistics_used,
+    usable_offload_bytes,
+)
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.layout.sizes import option_size, rounded_size
 from quire.layout.statistics import MIN_CHUNK_TOKENS, Statistic
@@ -751,6 +759,11 @@ class Peaks:
         counts = self.whole_counts(need, width).tolist()
         return self.memory.arena.fitting_bytes(list(zip(sizes, counts, strict=True)))
 
+    def fitting_option(self, need: Need, width: int = 1) -> str:
+        """The value of the option for the KV memory that fits a request."""
+        unpaged_bytes = self.memory.arena.unpaged_bytes
+        return option_size(rounded_size(self.fitting_bytes(need, width) + unpaged_bytes))
+
     def whole_counts(self, need: Need, width: int) -> Counts:
         """Pages [page classes] of sequences that share a prompt, at their peak.
 
@@ -843,10 +856,9 @@ def possible_changes(peaks: Peaks, need: Need, width: int) -> str:
         need: need of each sequence of the request, with its prompt length.
         width: number of sequences that share the prompt.
     """
-    memory = option_size(peaks.fitting_bytes(need, width))
     changes = [
         *_smaller_requests(peaks, need, width),
-        f"raise {peaks.memory.arena.size_option} to {memory}",
+        f"raise {peaks.memory.arena.size_option} to {peaks.fitting_option(need, width)}",
         *_offload(peaks, need, width),
         *_evictions(peaks, need, width),
     ]
@@ -877,21 +889,29 @@ def _offload(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
 
     Some pages of every sequence always remain in the KV memory.
     """
-    larger = copy(peaks)
+    larger, layout, arena = copy(peaks), peaks.memory.layout, peaks.memory.arena
+
+    def bytes_of(tokens: int) -> int:
+        if peaks.offloaded_tokens:
+            return rounded_size(-(-tokens * peaks.offload_bytes // peaks.offloaded_tokens))
+        # activation checkpoints may use a fraction of it, by rates that are measured later
+        return rounded_size(tokens * offloaded_token_bytes(layout))
 
     def fits(tokens: int) -> bool:
         larger.offloaded_tokens = tokens
-        return _fits(larger, need, width)
+        if not classes_with_bounds(layout):
+            return _fits(larger, need, width)
+        # the bounds of more offloaded pages take KV memory, which limits the offload memory
+        kv_bytes, num_bytes = arena.total_bytes + arena.unpaged_bytes, bytes_of(tokens)
+        bounds_bytes = offloaded_bounds_bytes(layout, num_bytes)
+        return larger.fitting_bytes(
+            need, width
+        ) + bounds_bytes <= kv_bytes and num_bytes <= usable_offload_bytes(layout, kv_bytes)
 
-    if not fits(UNBOUNDED):
-        return
     tokens = bisect_left(range(need.tokens), True, key=fits)
-    if peaks.offloaded_tokens:
-        num_bytes = -(-tokens * peaks.offload_bytes // peaks.offloaded_tokens)
-        yield f"raise --kv-offload-memory to {option_size(rounded_size(num_bytes))}"
-    else:  # activation checkpoints may use a fraction of it, by rates that are measured later
-        num_bytes = tokens * offloaded_token_bytes(peaks.memory.layout)
-        yield f"set --kv-offload-memory to {option_size(rounded_size(num_bytes))}"
+    if fits(tokens):
+        verb = "raise" if peaks.offloaded_tokens else "set"
+        yield f"{verb} --kv-offload-memory to {option_size(bytes_of(tokens))}"
 
 
 def _evictions(peaks: Peaks, need: Need, width: int) -> Iterator[str]:

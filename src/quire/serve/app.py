@@ -21,7 +21,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from quire.api.llm import LLM
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, EngineDead
-from quire.layout.sizes import format_size, option_size
+from quire.layout.sizes import format_size
 from quire.layout.values import raise_file_limit
 from quire.scheduler.peaks import Need
 from quire.serve.access import HEADER, AccessLog, LocalHosts
@@ -69,6 +69,7 @@ def banner(service: Service) -> str:
             f"{format_size(model.weight_bytes)} of weights",
             f"KV memory: {memory.total_bytes:,} B ({format_size(memory.total_bytes)}), "
             f"{_pages(llm)}, {pool.codec}, attention {pool.kv.backend.name}",
+            *_offload_memory(llm),
             f"Requests that the KV memory holds: {_concurrency(llm)}",
             *_longest(llm),
             f"Sampling of requests that set none: {_sampling(llm)}",
@@ -92,6 +93,14 @@ def _sampling(llm: LLM) -> str:
     return SamplingParams().response_text(llm.model.generation, names)
 
 
+def _offload_memory(llm: LLM) -> Iterator[str]:
+    offload, memory = llm.engine.pool.offload, llm.engine.pool.kv.memory
+    if offload is not None:
+        bounds = memory.arena.unpaged_bytes
+        rest = f"; bounds of its pages take {format_size(bounds)} of --kv-memory" if bounds else ""
+        yield f"Offload memory: {format_size(offload.offload_bytes)}{rest}"
+
+
 def _longest(llm: LLM) -> Iterator[str]:
     """A line if the KV memory does not hold a request of the model's whole context."""
     peaks, eviction = llm.engine.scheduler.peaks, llm.engine.pool.eviction.spec
@@ -101,7 +110,7 @@ def _longest(llm: LLM) -> Iterator[str]:
 
     def memory(tokens: int) -> str:
         need = Need(tokens, eviction=eviction, may_offload=True)
-        return option_size(peaks.fitting_bytes(need))
+        return peaks.fitting_option(need)
 
     if longest < usual:
         yield (

@@ -28,7 +28,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
 from quire.layout import limits
 from quire.layout.eviction import PRESSURE
-from quire.layout.layout import SLOTS, can_be_offloaded
+from quire.layout.layout import SLOTS, can_be_offloaded, classes_with_bounds
 from quire.layout.limits import Limit
 from quire.layout.pages import PAGE_ALIGNMENT_BYTES, CacheLayout, LaneGroup
 from quire.layout.statistics import OfWeights, Statistic
@@ -39,7 +39,7 @@ from quire.models.loader import LoadedModel
 from quire.offload.host_side import host_pool
 from quire.offload.kv.cpu_attention import CPUAttention, can_attend_in_parts
 from quire.offload.kv.cuda_transfer import StreamTransferWorker
-from quire.offload.kv.hot_pages import OffloadedBounds, has_bounds
+from quire.offload.kv.hot_pages import OffloadedBounds
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.offloader import RowRequests
 from quire.offload.kv.prefix_splits import PrefixSplits, SplitLimits
@@ -342,7 +342,7 @@ class OffloadChoice:
             return limits.CPU_ATTENTION_WITH_INDEX
         if not self._in_parts:
             return limits.CPU_ATTENTION_OF_PARTS
-        if has_bounds(self.layout):
+        if classes_with_bounds(self.layout):
             return limits.CPU_ATTENTION_WITH_SPARSE
         if any(isinstance(statistic, OfWeights) for statistic in statistics):
             return limits.CPU_ATTENTION_WITH_WEIGHTS
@@ -406,7 +406,7 @@ class OffloadChoice:
         """Create the CPU attention; None if it is off, impossible, or the device is the CPU."""
         fraction = self._config.offload.cpu_attention
         here = self._model.decoder.device.type == "cpu"
-        off = fraction == 0 or (fraction is None and here) or has_bounds(self.layout)
+        off = fraction == 0 or (fraction is None and here) or bool(classes_with_bounds(self.layout))
         if not self._in_parts or off:
             return None
         return CPUAttention(memory, store, coded, prefixes, self._in_parts)
@@ -516,7 +516,7 @@ def build_kv_offload(
     )
     pool = host_pool(store, choice.layout, stream_bytes - activation_bytes)
     bounds = None
-    if has_bounds(choice.layout):
+    if classes_with_bounds(choice.layout):
         bounds = OffloadedBounds(store, choice.layout, pool.total_bytes)
     prefixes = OffloadedPrefixes(
         memory,

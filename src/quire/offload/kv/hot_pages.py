@@ -21,7 +21,7 @@ layers as without sparse attention, and the cache starts anew.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_
 
@@ -35,7 +35,7 @@ from quire.kernels.backend import LayerPages
 from quire.kv.pages import PageNumbers
 from quire.kv.store import PageStore
 from quire.kv.tables import LaneTable
-from quire.layout.layout import SLOTS, can_be_offloaded
+from quire.layout.layout import can_be_offloaded, classes_with_bounds
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.layout.sparse import SparseSpec
 from quire.offload.kv.offloaded_prefixes import OffloadedPageGroup
@@ -61,21 +61,13 @@ class OffloadedBounds:
     def __init__(self, store: PageStore, layout: CacheLayout, pool_bytes: int) -> None:
         self._store = store
         self.tables: dict[PageClass, Tensor] = {}
-        for page_class in _with_bounds(layout):
+        for page_class in classes_with_bounds(layout):
             view = store.views(page_class).bounds
             assert view is not None, "of such classes"
             pages = pool_bytes // page_class.page_bytes + 1
             self.tables[page_class] = torch.zeros(
                 pages, *view.shape[1:], dtype=view.dtype, device=store.device
             )
-
-    @staticmethod
-    def bytes_for(layout: CacheLayout, pool_bytes: int) -> int:
-        """Bytes of the table for offload memory of this size."""
-        return sum(
-            (pool_bytes // page_class.page_bytes + 1) * page_class.bounds_bytes
-            for page_class in _with_bounds(layout)
-        )
 
     @property
     def num_bytes(self) -> int:
@@ -113,25 +105,6 @@ def with_dense_layers(layout: CacheLayout, spec: SparseSpec) -> CacheLayout:
         return replace(group, dense_layers=dense) if dense < len(group.layers) else group
 
     return replace(layout, groups=tuple(map(staged, layout.groups)))
-
-
-def has_bounds(layout: CacheLayout) -> bool:
-    """Whether pages that can be offloaded have bounds of their keys."""
-    return any(_with_bounds(layout))
-
-
-def usable_bytes(layout: CacheLayout, kv_bytes: int) -> int:
-    """Offload memory for which a KV memory of this size has room for staging and bounds."""
-    groups = [group for group in layout.groups if can_be_offloaded(group)]
-    offloaded = sum(group.num_lanes * group.page_class.page_bytes for group in groups)
-    staged = sum(SLOTS * g.lanes_per_layer * g.page_class.page_bytes for g in groups)
-    bounds = sum(group.num_lanes * group.page_class.bounds_bytes for group in groups)
-    return kv_bytes * offloaded // (staged + bounds)
-
-
-def _with_bounds(layout: CacheLayout) -> Iterable[PageClass]:
-    groups = (group for group in layout.groups if can_be_offloaded(group))
-    return dict.fromkeys(g.page_class for g in groups if g.page_class.has_bounds)
 
 
 class HotPages:
