@@ -295,12 +295,16 @@ def test_the_result_holds_more_requests_and_its_file_is_a_configuration(tmp_path
 
 
 @pytest.mark.slow
-def test_the_file_has_the_dtype_and_the_page_size_of_the_search(tmp_path, data):
-    run(data, "--dtype", "float32", "--block-size", "32", "--no-measure")
+def test_the_file_has_the_dtype_page_size_and_sparse_attention_of_the_search(tmp_path, data):
+    sparse = "quest:pages=2,recent=1,sinks=0"
+    options = ["--dtype", "float32", "--block-size", "32", "--sparse", sparse, "--no-measure"]
+    claims = run(data, *options)[0]["claims"]
 
     found = tomllib.loads((tmp_path / "out" / "tuned.toml").read_text())
     assert found["dtype"] == "float32"
     assert found["kv"]["page_tokens"] == 32
+    assert found["kv"]["sparse"] == sparse
+    assert claims["held_out_quality"] < 1, "the reference reads all pages"
 
 
 def test_a_baseline_that_is_chosen_is_measured_once(data):

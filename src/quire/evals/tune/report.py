@@ -9,6 +9,7 @@ from quire.evals.intervals import Mean
 from quire.evals.tune.run import Tuned
 from quire.evals.tune.search import pareto
 from quire.evals.tune.space import SearchCandidate
+from quire.layout.sparse import OFF
 from quire.sim.plots import drawn
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def config_toml(tuned: Tuned, model: str, kv: KVConfig, dtype: str) -> str:
         f"page_tokens = {kv.page_tokens}",
         f"codec = {json.dumps(tuned.chosen.codec)}",
         f"evict = {json.dumps(tuned.chosen.evict)}",
+        *([] if kv.sparse == OFF else [f"sparse = {json.dumps(kv.sparse)}"]),
         *([f"policy_file = {json.dumps(kv.policy_file)}"] if kv.policy_file else []),
     ]
     return "\n".join(lines) + "\n"

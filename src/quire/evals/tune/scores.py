@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
 from quire.config.kv_config import KVConfig
@@ -11,6 +11,7 @@ from quire.errors import ConfigError
 from quire.evals.fidelity import FidelityScorer, PromptFidelity, Reference
 from quire.evals.prompt_file import UserPrompt
 from quire.evals.tune.space import SearchCandidate
+from quire.layout.sparse import OFF
 from quire.models.loader import LoadedModel
 
 
@@ -115,13 +116,16 @@ class CandidateScorer:
         self._with_answers = with_answers
         self._new_tokens, self._stored = new_tokens, stored
         self._longest_tokens = max(len(one.token_ids) for one in prompts) + new_tokens
-        self._reference_scorer = self.open(baseline)
+        self._reference_scorer = self._scorer(replace(baseline.applied(kv), sparse=OFF))
         self._references: dict[int, Reference] = {}
 
     def open(self, candidate: SearchCandidate) -> FidelityScorer:
+        return self._scorer(candidate.applied(self._kv))
+
+    def _scorer(self, kv: KVConfig) -> FidelityScorer:
         return FidelityScorer(
             self._model,
-            candidate.applied(self._kv),
+            kv,
             longest_tokens=self._longest_tokens,
             new_tokens=self._new_tokens,
         )
