@@ -117,6 +117,8 @@ def test_requests_in_one_batch_have_their_own_rules():
     ]
     got = answer(engine, requests).logits
 
+    shown = {one.request_id: one.sparse for one in engine.request_log.finished}
+    assert shown == {request.request_id: request.sparse or RULE for request in requests}
     for request in requests:
         alone = answer(engine_of(attention="reference"), [request]).logits
         own = {request.request_id: got[request.request_id]}

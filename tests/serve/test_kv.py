@@ -323,7 +323,7 @@ def test_running_and_finished_requests_are_listed(serve):
     for row in body["running"]:
         assert row["kv_bytes"] > 0
         assert row["retained_tokens"] == row["computed_tokens"] > 0
-        assert row["exact"]
+        assert (row["exact"], row["sparse"]) == (True, "off")
         assert row["finish_s"] is row["waiting"] is None
     newest = body["finished"][0]
     assert newest["request_id"].startswith(done["id"])

@@ -476,6 +476,7 @@ class KVEndpoints:
             "version": __version__,
             "codec": engine.pool.codec,
             "evict": engine.pool.rules.default.text,
+            "sparse": engine.kv_config.sparse,
             "max_model_len": service.max_tokens,
             "max_num_seqs": engine.schedule_config.max_num_seqs,
             "tenant": tenant,

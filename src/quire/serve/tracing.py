@@ -89,6 +89,7 @@ def _attributes(sequence: FinishedRequest, model_name: str) -> dict[str, str | i
         "gen_ai.latency.e2e": sequence.finish_s - sequence.arrival_s,
         "quire.tenant": sequence.tenant,
         "quire.evict": sequence.evict,
+        "quire.sparse": sequence.sparse,
         "quire.cached_tokens": sequence.cached_tokens,
         "quire.evicted_tokens": sequence.evicted_tokens,
         "quire.preemptions": sequence.num_preemptions,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from quire.errors import RequestError
+from quire.layout.sparse import OFF
 from quire.sampling.outputs import OutputDelta
 from quire.scheduler.events import EventLog, KVEvent
 from quire.scheduler.eviction_trace import EvictionEntry, RetainedSets, retained_sets
@@ -49,6 +50,7 @@ class FinishedRequest:
     tenant: str
     priority: int
     evict: str
+    sparse: str
     finish_reason: str
     prompt_tokens: int
     output_tokens: int
@@ -134,6 +136,7 @@ def _numbers(
         tenant=request.tenant,
         priority=request.priority,
         evict=request.spec.evict,
+        sparse=OFF if request.spec.sparse is None else request.spec.sparse.text,
         finish_reason=reason,
         prompt_tokens=len(request.prompt_token_ids),
         output_tokens=len(request.output_token_ids),

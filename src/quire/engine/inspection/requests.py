@@ -13,6 +13,7 @@ from quire.engine.pool import KVPool
 from quire.kv.lane_reader import stored_positions
 from quire.kv.memory import KVMemory
 from quire.layout.pages import LaneGroup
+from quire.layout.sparse import OFF
 from quire.scheduler.events import KVEvent
 from quire.scheduler.request import Request
 from quire.scheduler.waiting import Waiting
@@ -198,6 +199,7 @@ def open_row(engine: "Engine", request: Request, waiting: Row | None = None) -> 
         "host_bytes": 0 if memory.swapped is None else memory.swapped.num_bytes,
         "offloaded_bytes": _offloaded_bytes(engine.pool, memory.row),
         "evict": request.spec.evict,
+        "sparse": OFF if request.spec.sparse is None else request.spec.sparse.text,
         "exact": eviction.exact,
         "num_evictions": eviction.num_evictions,
         "evicted_tokens": round(eviction.evicted_tokens, 2),
@@ -227,6 +229,7 @@ def finished_row(one: FinishedRequest) -> Row:
         "host_bytes": 0,
         "offloaded_bytes": 0,
         "evict": one.evict,
+        "sparse": one.sparse,
         "exact": not one.num_evictions,
         "num_evictions": one.num_evictions,
         "evicted_tokens": round(one.evicted_tokens, 2),

@@ -116,7 +116,8 @@ export class Overview {
 
   factsOf(overview) {
     const eviction = overview.evict === "full" ? "no eviction by default" : `default eviction ${overview.evict}`;
-    const parts = [`codec ${overview.codec}`, eviction,
+    const sparse = overview.sparse === "off" ? [] : [`default sparse attention ${overview.sparse}`];
+    const parts = [`codec ${overview.codec}`, eviction, ...sparse,
       `longest accepted request ${count(overview.max_model_len)} tokens`];
     if (overview.tenant) parts.unshift(`tenant ${overview.tenant}`);
     text(this.facts, parts.join(" · "));

@@ -143,7 +143,8 @@ export class Requests {
     const wait = one.waiting ? CAUSES[one.waiting.cause](one.waiting) : null;
     const entries = [
       ["State", wait ? `${one.state}: ${wait}` : one.finish_reason ? `finished: ${one.finish_reason}` : one.state],
-      ["Tenant", one.tenant], ["Eviction", one.evict], ["Stored as", one.codec],
+      ["Tenant", one.tenant], ["Eviction", one.evict],
+      ["Sparse attention", one.sparse === "off" ? null : one.sparse], ["Stored as", one.codec],
       ["Prompt", plural(one.prompt_tokens, "token")], ["Output", `${count(one.output_tokens)} of at most ${count(one.max_tokens)}`],
       ["From prefix cache", plural(one.cached_tokens, "token")],
       ["KV", one.kv_bytes ? bytes(one.kv_bytes) : "none"], ["KV peak", bytes(one.kv_peak_bytes)],
