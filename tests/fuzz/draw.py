@@ -235,6 +235,7 @@ def _sparse(rng: random.Random, case: Case) -> Case:
     if rng.random() >= 0.3 or refused:
         return case
     share, layers = rng.choice((20, 40, 70)), rng.choice((0, 1))
+    layers *= case.model != "mimo_v2_flash"  # only its first layer has full attention
     rule = f"quest:budget={share}%,recent={rng.choice((1, 2))},dense_layers={layers}"
     return replace(case, kv={**case.kv, "sparse": rule})
 

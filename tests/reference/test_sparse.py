@@ -102,7 +102,7 @@ def test_little_memory_changes_no_output(preempt, evict):
 def test_all_pages_and_off_equal_dense_attention_bit_for_bit():
     dense = run(engine_of(sparse="off")).logits
     for engine, options in (
-        (engine_of(sparse="quest:budget=100%"), {}),
+        (engine_of(sparse="quest:budget=100%,dense_layers=0"), {}),
         (engine_of(), {"sparse": "off"}),
         (engine_of(), {"sparse": "quest:pages=64,dense_layers=0"}),
     ):
@@ -144,6 +144,8 @@ def test_cached_prefixes_are_computed_by_dense_attention():
         ("bloom", {}, "biases of positions"),
         ("deepseek_v3", {}, "hold latents"),
         ("mistral", {}, "sliding window"),
+        ("llama", {"evict_allow": "all"}, "without 'streaming'"),
+        ("llama", {"sparse": "quest:budget=10%,dense_layers=2"}, "lower dense_layers"),
     ],
 )
 def test_unsound_combinations_are_refused(architecture, options, message):

@@ -194,7 +194,7 @@ def plan_report(
     kv_codec = fill_plain(kv_codec, dtype, latent=model.latent is not None)
     sparse = parse_sparse(options.sparse)
     if sparse is not None:
-        refuse_sparse(model, kv_codec)
+        refuse_sparse(model, kv_codec, sparse)
     layout, plain = (
         layout_for(
             model,

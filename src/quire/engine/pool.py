@@ -42,7 +42,7 @@ from quire.layout.layout import (
 )
 from quire.layout.pages import CacheLayout
 from quire.layout.sizes import format_size
-from quire.layout.sparse import parse_sparse, refuse_sparse
+from quire.layout.sparse import SparseSpec, parse_sparse, refuse_sparse
 from quire.layout.statistics import Statistic
 from quire.models.base import attention_math
 from quire.models.loader import LoadedModel
@@ -211,7 +211,7 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
     rules = _make_rules(model, config, schedule, stored_as.codec)
     sparse = parse_sparse(config.sparse)
     if sparse is not None:
-        _refuse_sparse(model, config, stored_as.codec, rules)
+        _refuse_sparse(model, config, stored_as.codec, rules, sparse)
     longest = rules.resolve_default(model.spec.max_positions)
     layout = layout_for(
         model.spec,
@@ -243,18 +243,21 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
     return _PoolPlan(stored_as, rules, longest, layout, backend, choice.reason, pre_rope)
 
 
-def _refuse_sparse(model: LoadedModel, config: KVConfig, codec: str, rules: EvictionRules) -> None:
+def _refuse_sparse(
+    model: LoadedModel, config: KVConfig, codec: str, rules: EvictionRules, spec: SparseSpec
+) -> None:
     """Refuse what sparse attention cannot be combined with."""
     device = model.decoder.device
     for is_limited, limit in (
         (device.type not in ("cpu", "cuda"), limits.SPARSE_DEVICE),
         (device.type == "cuda" and bool(config.offload.kv_memory), limits.SPARSE_OFFLOAD_DEVICE),
-        (rules.rerotates_keys or rules.mixes, limits.SPARSE_PRE_ROPE),
+        (rules.rerotates_keys, limits.SPARSE_PRE_ROPE),
+        (rules.mixes, limits.SPARSE_ALLOWED),
         (any(math.alibi for math in attention_math(model.decoder)), limits.SPARSE_ALIBI),
     ):
         if is_limited:
             raise limits.refused(limit, device=device)
-    refuse_sparse(model.spec, codec)
+    refuse_sparse(model.spec, codec, spec)
 
 
 def _make_rules(

@@ -446,6 +446,11 @@ SPARSE_PRE_ROPE = _sparse(
     reason="bounds are those of keys after RoPE, and streaming stores keys before it",
     instead="use 'sinks', which retains the same tokens at their original positions",
 )
+SPARSE_ALLOWED = _sparse(
+    other="`--evict-allow all`",
+    reason="a request could choose 'streaming', which stores keys before RoPE",
+    instead="list the rules that requests may choose in --evict-allow, without 'streaming'",
+)
 SPARSE_LATENT = _sparse(
     other="a model with latent attention (MLA), or whose keys are values times a weight (Gemma 4)",
     reason="pages hold latents, or parts of keys, whose bounds are not those of keys",
@@ -461,6 +466,12 @@ SPARSE_WINDOWS = _sparse(
     reason="every layer of the model has a sliding window, chunks or a state, and reads few pages "
     "already",
     instead="leave out --sparse",
+)
+SPARSE_DENSE_LAYERS = _sparse(
+    other="`dense_layers` that include all layers of full attention",
+    reason="the first {dense_layers} layers of the model read all pages, and no later layer has "
+    "full attention",
+    instead="lower dense_layers" + _OR_DENSE,
 )
 
 LIMITS = tuple(value for value in tuple(vars().values()) if isinstance(value, Limit))

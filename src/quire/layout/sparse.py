@@ -79,8 +79,8 @@ class SparseSpec:
         return budget if budget < held else 0
 
 
-def refuse_sparse(model: ModelSpec, codec: str) -> None:
-    """Refuse models and filled KV codecs whose pages have no bounds of keys.
+def refuse_sparse(model: ModelSpec, codec: str, spec: SparseSpec) -> None:
+    """Refuse models and filled KV codecs whose pages have no bounds of keys, or that read all.
 
     Raises:
         UnsoundCombination: the first limit that applies.
@@ -89,9 +89,13 @@ def refuse_sparse(model: ModelSpec, codec: str) -> None:
         (bool(read_format(codec).key.constants), limits.SPARSE_CALIBRATED),
         (any(heads.latent is not None for heads in model.heads), limits.SPARSE_LATENT),
         (not any(layer.stores_all for layer in model.layers), limits.SPARSE_WINDOWS),
+        (
+            not any(layer.stores_all for layer in model.layers[spec.dense_layers :]),
+            limits.SPARSE_DENSE_LAYERS,
+        ),
     ):
         if is_limited:
-            raise limits.refused(limit, codec=codec)
+            raise limits.refused(limit, codec=codec, dense_layers=spec.dense_layers)
 
 
 def parse_sparse(text: str) -> SparseSpec | None:
