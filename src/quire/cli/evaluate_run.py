@@ -86,9 +86,9 @@ class EvalRunFlags:
 def run(settings: Settings, *, flags: EvalRunFlags) -> None:
     """Measure a model on tasks, and compare an eviction rule or KV codec with full KV.
 
-    Every score has a 95 % interval, KV bytes and tokens/s. With --evict or --kv-codec the same
-    prompts also run with full KV. Their paired difference is always printed; a task gives a verdict
-    only if the model solves it with full KV and passes the sanity check of this task.
+    Every score has a 95 % interval, KV bytes and tokens/s. With --evict, --kv-codec or --sparse the
+    same prompts also run with full KV. Their paired difference is always printed; a task gives a
+    verdict only if the model solves it with full KV and passes the sanity check of this task.
     """
     from quire.evals.suite.runner import EvalConfig
 
