@@ -247,6 +247,8 @@ def test_other_input_or_options_are_refused_without_overwrite(batch):
     refused, _ = batch(prompts(3), "--temperature", "1")
     assert refused.exit_code == 2
     assert "temperature: None before, 1.0 now" in refused.stderr
+    refused, _ = batch(prompts(3), "--sparse", "quest:budget=10%")
+    assert "sparse: None before, 'quest:budget=10%' now" in words(refused)
     assert target.read_bytes() == before
 
     result, _ = batch(prompts(7)[3:], "--overwrite")

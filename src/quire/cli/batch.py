@@ -30,6 +30,7 @@ from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
 from quire.layout.options import option
 from quire.layout.sizes import format_size
+from quire.layout.sparse import OFF
 
 if TYPE_CHECKING:
     from quire.engine.stats import EngineStats
@@ -211,6 +212,7 @@ def _state(
             "kv-codec": settings.kv.codec,
             "evict": settings.kv.evict,
             "evict-allow": settings.kv.evict_allow,
+            "sparse": None if settings.kv.sparse == OFF else settings.kv.sparse,
             "with-prompt": task.with_prompt,
             **asdict(task.form),
             **asdict(task.sampling),

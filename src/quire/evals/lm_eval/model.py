@@ -192,7 +192,7 @@ class QuireLM(TemplateLM):  # type: ignore[misc]  # the base class has no types
 
     def _generation(self, context: str, given: Mapping[str, Any]) -> GenerationRequest:
         options = dict(given)
-        evict = options.pop("evict", None)
+        evict, sparse = (options.pop(name, None) for name in ("evict", "sparse"))
         params = sampling_params(options, self.max_gen_toks)
         most = self.max_length - params.max_tokens
         if most < 1:
@@ -200,7 +200,8 @@ class QuireLM(TemplateLM):  # type: ignore[misc]  # the base class has no types
                 f"expected fewer output tokens than max_length, got {params.max_tokens} of "
                 f"{self.max_length}: lower max_gen_toks"
             )
-        return GenerationRequest(self.tok_encode(context)[-most:], params, evict=evict)
+        prompt = self.tok_encode(context)[-most:]
+        return GenerationRequest(prompt, params, evict=evict, sparse=sparse)
 
     def _outputs(
         self, requests: Sequence[GenerationRequest], name: str, *, disable_tqdm: bool
