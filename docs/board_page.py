@@ -41,7 +41,11 @@ def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
     confirmed = [BoardResult.stored(each) for each in run["arms"].get("confirmed", ())]
     section = [] if presses is None else kvpress_lines(presses)
     model = run["config"]["model"]
-    text = pages.page(result, model, has_chart=True, confirmed=confirmed, section=section)
+    timed = docs / "results/fixed_memory.json"
+    speeds = json.loads(timed.read_text())["claims"] if timed.exists() else {}
+    text = pages.page(
+        result, model, has_chart=True, confirmed=confirmed, section=section, speeds=speeds
+    )
     files = {
         f"{NAME}-measured.md": page(text, run, " ".join(chosen.note)).encode(),
         f"images/{NAME}.svg": pages.chart(result),

@@ -1,6 +1,6 @@
 """Files of a leaderboard: a Markdown table and a chart."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from quire.evals.board.grid import FULL, QUIRE
@@ -43,9 +43,21 @@ def page(
     has_chart: bool,
     confirmed: Sequence[BoardResult] = (),
     section: Sequence[str] = (),
+    speeds: Mapping[str, float] | None = None,
 ) -> str:
-    """The leaderboard as Markdown."""
-    kept = (*_class_lines(result, confirmed), *_rule_lines(result.rows)) if result.judged else ()
+    """The leaderboard as Markdown.
+
+    Args:
+        result: the leaderboard.
+        model: its model.
+        has_chart: whether a chart is beside the page.
+        confirmed: leaderboards of the best entries with new prompts.
+        section: further lines before the table of all entries.
+        speeds: tokens/s over full KV's in the same KV memory, by entry.
+    """
+    kept: tuple[str, ...] = ()
+    if result.judged:
+        kept = *_class_lines(result, confirmed, speeds or {}), *_rule_lines(result.rows)
     again = confirmed_lines(confirmed) if confirmed else ()
     lines = [*_intro(result, model, has_chart=has_chart), *kept, *again, *section]
     return "\n".join([*lines, *_table(result), *_refused_lines(result)]) + "\n"
@@ -157,10 +169,13 @@ def _classes() -> str:
     return ", ".join(f"at most {share:g}" for share in BYTE_CLASSES)
 
 
-_LISTED = 3  # of each class
+LISTED = 3
+"""Entries of each class of bytes that the page lists first."""
 
 
-def _class_lines(result: BoardResult, confirmed: Sequence[BoardResult]) -> Iterator[str]:
+def _class_lines(
+    result: BoardResult, confirmed: Sequence[BoardResult], speeds: Mapping[str, float]
+) -> Iterator[str]:
     """The best entries of each class of bytes, between marks for pages that include them.
 
     The best of many are chosen by scores that are a little too high: those of new prompts are not.
@@ -173,15 +188,17 @@ def _class_lines(result: BoardResult, confirmed: Sequence[BoardResult]) -> Itera
     yield ""
     yield "<!-- --8<-- [start:classes] -->"
     head = "| KV over full KV | options | requests in the same memory | quality over full KV |"
-    yield head + " with new prompts |" * len(same)
-    yield "| ---: | --- | ---: | ---: |" + " ---: |" * len(same)
+    more = len(same) + bool(speeds)
+    yield head + " with new prompts |" * len(same) + " tokens/s over full KV |" * bool(speeds)
+    yield "| ---: | --- | ---: | ---: |" + " ---: |" * more
     rows = {row.entry: row for row in result.rows}
-    for entry in best_of_classes(result.rows, _LISTED):
+    for entry in best_of_classes(result.rows, LISTED):
         row = rows[entry]
         again = f" {_interval(new[entry])} |" if entry in new else " none |" * len(same)
+        speed = f" {speeds[str(entry)]:.2f} |" if str(entry) in speeds else " none |" * bool(speeds)
         yield (
             f"| {row.kv_share:.3f} | `{entry}` | {1 / row.kv_share:.1f} times | "
-            f"{_interval(row.quality)} |{again}"
+            f"{_interval(row.quality)} |{again}{speed}"
         )
     yield "<!-- --8<-- [end:classes] -->"
     yield ""
