@@ -34,6 +34,7 @@ class GenerationRequest:
         cache_salt: only requests of the same tenant and salt share cached prefixes.
         evict: eviction policy, such as "h2o:cap=512"; default: `KVConfig.evict`.
         sparse: sparse attention, such as "quest:budget=10%", or off; default: `KVConfig.sparse`.
+        speculative: False: propose no tokens; default: as `ScheduleConfig.speculative`.
         record_evictions: record which tokens are evicted; default: `KVConfig.record_evictions`.
         limit_max_tokens: lower `max_tokens` to what fits into the context, the KV memory and the
             limit of the tenant; `Usage.max_tokens_limit` names the cause. None: lower it to the
@@ -52,6 +53,7 @@ class GenerationRequest:
     cache_salt: str = ""
     evict: str | None = None
     sparse: str | None = None
+    speculative: bool | None = None
     record_evictions: bool | None = None
     limit_max_tokens: bool | None = None
     metadata: Mapping[str, str] | None = None
@@ -76,6 +78,7 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str
     evict: str | None
     sparse: str | None
+    speculative: bool | None
     record_evictions: bool | None
     limit_max_tokens: bool | None
     metadata: Mapping[str, str] | None
@@ -91,6 +94,7 @@ class OptionsOfMany(TypedDict, total=False):
     cache_salt: str | Sequence[str]
     evict: str | Sequence[str | None] | None
     sparse: str | Sequence[str | None] | None
+    speculative: bool | Sequence[bool | None] | None
     record_evictions: bool | Sequence[bool | None] | None
     limit_max_tokens: bool | Sequence[bool | None] | None
     metadata: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None
@@ -104,6 +108,7 @@ OPTION_KINDS: Mapping[str, tuple[type, ...]] = {
     "cache_salt": (str,),
     "evict": (str, type(None)),
     "sparse": (str, type(None)),
+    "speculative": (bool, type(None)),
     "record_evictions": (bool, type(None)),
     "limit_max_tokens": (bool, type(None)),
     "metadata": (Mapping, type(None)),

@@ -180,6 +180,7 @@ def _why_not_here(
         "--scale-down-at": schedule.scale_down_at is not None,
         "--tenants": bool(schedule.tenants),
         "--urgent": schedule.urgent is not None,
+        "--speculative": schedule.speculative != "off",
     }
     used = [name for name, is_used in options.items() if is_used]
     return f"{used[0]} is set, whose decisions need the tokens of the last step" if used else None

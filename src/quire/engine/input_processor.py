@@ -14,7 +14,7 @@ from quire.engine.batch_invariance import refuse_pressure
 from quire.engine.pool import KVPool
 from quire.errors import ConfigError, RequestError
 from quire.eviction.eviction_rules import check_chunk_size
-from quire.layout.eviction import EvictionSpec
+from quire.layout.eviction import PREFILL_END, EvictionSpec
 from quire.layout.layout import statistics_used
 from quire.layout.model import ModelSpec
 from quire.layout.sparse import SparseSpec, parse_sparse
@@ -25,6 +25,7 @@ from quire.policies.eviction import Eviction, EvictionRule
 from quire.sampling.grammar import GrammarCompiler
 from quire.scheduler.request import CONTEXT, Request, RequestEviction, RequestMemory, RequestSpec
 from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.speculation import SpeculativeSpec, parse_speculative
 
 
 def check_pooling(model: LoadedModel, params: SamplingParams) -> None:
@@ -59,6 +60,7 @@ class InputProcessor:
         self._schedule, self._clock, self._held_tokens = schedule, clock, held_tokens
         self._records_evictions = kv.record_evictions
         self._sparse = parse_sparse(kv.sparse)
+        self._speculative = parse_speculative(schedule.speculative)
         self._specs: dict[EvictionSpec, EvictionSpec] = {}
         self.grammars = GrammarCompiler(
             model.tokenizer, model.spec.vocab_size, model.generation.eos_token_ids
@@ -97,6 +99,7 @@ class InputProcessor:
             cache_salt=checked_salt(requested.cache_salt),
             evict=policy.text,
             sparse=self._sparse_of(requested.sparse),
+            speculative=self._speculative_of(requested.speculative, policy, params),
             records_evictions=self._records_evictions if records is None else records,
             max_tokens_limit=CONTEXT if params.max_tokens < resolved.max_tokens else "",
             scoring_token_ids=policy.scoring_token_ids,
@@ -122,6 +125,28 @@ class InputProcessor:
                 param="sparse",
             )
         return spec
+
+    def _speculative_of(
+        self, wanted: bool | None, policy: "_Policy", params: SamplingParams
+    ) -> SpeculativeSpec | None:
+        if wanted is False or self._speculative is None or params.use_beam_search:
+            if wanted:
+                why = "beams are exchanged after each token" if self._speculative else "it is off"
+                raise RequestError(
+                    f"speculative: {why}; start the engine with --speculative and leave out beam "
+                    "search, or leave out speculative",
+                    param="speculative",
+                )
+            return None
+        eviction = policy.eviction.spec
+        if eviction.cap is not None and eviction.when != PREFILL_END:
+            raise RequestError(
+                f"speculative: the rule {policy.text!r} evicts while decoding, and proposed tokens "
+                "that are wrong would count in its scores; use when=prefill_end, or set "
+                "speculative to false",
+                param="speculative",
+            )
+        return self._speculative
 
     def _policy(self, rule: EvictionRule, prompt: list[int], final_tokens: int) -> "_Policy":
         """Resolve the eviction rule of a request."""

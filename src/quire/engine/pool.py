@@ -32,6 +32,7 @@ from quire.kv.paged_kv import PagedKV
 from quire.kv.store import PageStore, store_of
 from quire.kv.tables import refuse_too_many_rows
 from quire.layout import limits
+from quire.layout.eviction import PREFILL_END
 from quire.layout.kv_format import read_format
 from quire.layout.layout import (
     added_statistics,
@@ -55,6 +56,7 @@ from quire.policies.registry import load_policy_file
 from quire.scheduler.preemption import refuse_unused_swap_space
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.speculation import parse_speculative
 from quire.scheduler.step import refuse_nothing_shared
 
 logger = logging.getLogger(__name__)
@@ -227,6 +229,8 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
     if sparse is not None and config.offload.kv_memory:
         layout = with_dense_layers(layout, sparse)
     check_pre_rope(rules, model.decoder.prepare_pre_rope)
+    if parse_speculative(schedule.speculative) is not None:
+        _refuse_speculative(model, config, stored_as.codec, rules, layout)
     choice = select_backend(
         config.attention,
         model.decoder.device,
@@ -258,6 +262,26 @@ def _refuse_sparse(
         if is_limited:
             raise limits.refused(limit, device=device)
     refuse_sparse(model.spec, codec, spec)
+
+
+def _refuse_speculative(
+    model: LoadedModel, config: KVConfig, codec: str, rules: EvictionRules, layout: CacheLayout
+) -> None:
+    """Refuse what speculative decoding cannot be combined with."""
+    rule, groups = rules.default, layout.groups
+    for is_limited, limit in (
+        (model.group.size > 1, limits.SPECULATIVE_RANKS),
+        (bool(config.offload.kv_memory), limits.SPECULATIVE_OFFLOAD),
+        (parse_sparse(config.sparse) is not None, limits.SPECULATIVE_SPARSE),
+        (any(group.state is not None for group in groups), limits.SPECULATIVE_STATES),
+        (
+            any(group.full_precision or group.promoted for group in groups),
+            limits.SPECULATIVE_PRECISION,
+        ),
+        (rule.evicts and rule.when != PREFILL_END, limits.SPECULATIVE_EVICTION),
+    ):
+        if is_limited:
+            raise limits.refused(limit, codec=codec, rule=config.evict)
 
 
 def _make_rules(

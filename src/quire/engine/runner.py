@@ -537,7 +537,8 @@ def _decodes_output(row: RowPart) -> bool:
 
 def _only_decodes(row: RowPart) -> bool:
     request = row.request
-    return row.tokens == 1 and request.params.pooling is None and not request.spec.pre_rope
+    plain = request.params.pooling is None and not request.draft_token_ids
+    return row.tokens == 1 and plain and not request.spec.pre_rope
 
 
 def _wanted_rows(rows: list[RowPart]) -> Iterator[tuple[Request, int, int]]:
@@ -547,7 +548,7 @@ def _wanted_rows(rows: list[RowPart]) -> Iterator[tuple[Request, int, int]]:
         request = row.request
         if row.scored is not None:
             continue
-        if request.scores_prompt:
+        if request.scores_prompt or request.draft_token_ids:
             yield request, start, row.tokens
         elif row.done + row.tokens == request.num_uncomputed and request.params.max_tokens:
             yield request, start + row.tokens - 1, 1

@@ -568,6 +568,19 @@ class KVMemory:
             self.set_last_bounds(table, np.array([row]))
         self.lengths[row] = length
 
+    def drop_newest(self, row: int, tokens: int) -> None:
+        """Drop the newest tokens of a row, which are the last slots of its lanes.
+
+        Only for tokens after the last eviction, and without groups that keep the newest tokens in
+        full precision or fixed records.
+        """
+        for table in self.tables.values():
+            if table.active[row] and table.num_slots[row].any():
+                freed = cut_slots(table, np.array([row]), table.num_slots[[row]] - np.int32(tokens))
+                self.pools[table.group.page_class].release(freed)
+                self.set_last_bounds(table, np.array([row]))
+        self.lengths[row] -= tokens
+
     def truncate_layer(self, row: int, tokens: int, layer: int) -> None:
         """Drop the newest tokens of a layer that has evicted none; `lengths` does not change."""
         for table in self.tables.values():

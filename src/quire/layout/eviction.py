@@ -41,6 +41,7 @@ _SUCH_AS = {
     "codec": "int4:group=32",
     "press": "SnapKVPress:window_size=16",
     "sparse attention": "quest:budget=10%",
+    "speculative decoding": "ngram:tokens=8",
 }
 
 

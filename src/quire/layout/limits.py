@@ -474,6 +474,44 @@ SPARSE_DENSE_LAYERS = _sparse(
     instead="lower dense_layers" + _OR_DENSE,
 )
 
+# ---- speculative decoding ------------------------------------------------------------------------
+
+_speculative = partial(
+    Limit, area="speculative decoding", one="`--speculative`", subject="--speculative: "
+)
+_OR_STEPWISE = ", or leave out --speculative"
+SPECULATIVE_PRECISION = _speculative(
+    other="codecs with full-precision or promoted tokens, or of whole pages",
+    reason="the KV codec {codec} overwrites older tokens by proposed ones, which may be wrong",
+    instead="use --kv-codec int8 or int4" + _OR_STEPWISE,
+)
+SPECULATIVE_STATES = _speculative(
+    other="a model with recurrent states",
+    reason="a state that has read a wrong token cannot be restored",
+    instead="leave out --speculative",
+)
+SPECULATIVE_OFFLOAD = _speculative(
+    other="`--kv-offload-memory`",
+    reason="activations of proposed tokens would be stored",
+    instead="leave out --kv-offload-memory" + _OR_STEPWISE,
+)
+SPECULATIVE_SPARSE = _speculative(
+    other="`--sparse`",
+    reason="each token selects pages of its own, so that one step verifies one token",
+    instead="leave out --sparse" + _OR_STEPWISE,
+)
+SPECULATIVE_RANKS = _speculative(
+    other="`--tensor-parallel-size` above 1",
+    reason="the number of proposed tokens follows from times, which differ between ranks",
+    instead="leave out --speculative",
+)
+SPECULATIVE_EVICTION = _speculative(
+    other="eviction while decoding",
+    reason="the rule {rule!r} evicts while decoding, and proposed tokens that are wrong would count "
+    "in its scores",
+    instead="use when=prefill_end" + _OR_STEPWISE,
+)
+
 LIMITS = tuple(value for value in tuple(vars().values()) if isinstance(value, Limit))
 """All limits, in the order above."""
 

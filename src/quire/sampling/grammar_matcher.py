@@ -143,7 +143,7 @@ class MaskWorker:
             request
             for request, count in zip(requests, tokens, strict=True)
             if request.matcher is not None
-            and count == request.num_uncomputed
+            and count == request.num_uncomputed + len(request.draft_token_ids)
             and not request.progress.num_pending  # the output so far is not known yet
         ]
         if not ready:

@@ -1,7 +1,7 @@
 """Logits of a step, and the masks, biases and penalties applied to them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -31,6 +31,11 @@ class StepLogits:
     def logits(self) -> Tensor:
         """[rows, vocab]; row i belongs to the token at first_position + i."""
         return self.batch[self.first_row : self.first_row + self.num_rows]
+
+    def only(self, row: int) -> "StepLogits":
+        """These logits with one of their rows."""
+        place = self.first_position + row
+        return replace(self, first_position=place, first_row=self.first_row + row, num_rows=1)
 
 
 def last_rows(results: Sequence[StepLogits]) -> Float[Tensor, "rows vocab"]:

@@ -57,7 +57,9 @@ class SamplingStep:
                 self._outputs.add_hidden(result)
         yield from self._score_prompts(logits)
         ready = [r for r in (*logits, *_fork_logits(logits, forks)) if _is_ready(r.request)]
-        yield from self._sample([result for result in ready if not _is_beam(result.request)])
+        rows = [result for result in ready if not _is_beam(result.request)]
+        yield from self._sample([r for r in rows if not r.request.draft_token_ids])
+        yield from self._verify([r for r in rows if r.request.draft_token_ids])
         yield from self._end_without_tokens([*requests, *(planned.child for planned in forks)])
         yield from self._advance_searches([result for result in ready if _is_beam(result.request)])
 
@@ -112,6 +114,14 @@ class SamplingStep:
         tokens = self.sampler.sample(last_rows(ready), requests)
         yield from self._add(zip(requests, tokens, strict=True))
 
+    def _verify(self, ready: list[StepLogits]) -> Iterator[OutputDelta]:
+        """Sample after each proposed token that was sampled itself; see `speculation`."""
+        place, left = 0, ready
+        while left:
+            yield from self._sample([result.only(place) for result in left])
+            left = [result for result in left if _accepts(result.request, place)]
+            place += 1
+
     def _add(self, sampled: Iterable[tuple[Request, SampledToken]]) -> Iterator[OutputDelta]:
         now_s = self._clock()
         for request, token in sampled:
@@ -155,6 +165,16 @@ class SamplingStep:
 def _is_ready(request: Request) -> bool:
     running = request.is_running
     return running and request.num_uncomputed == 0 and bool(request.params.max_tokens)
+
+
+def _accepts(request: Request, place: int) -> bool:
+    """Whether the newest token is the proposed one at this place, and the output goes on."""
+    drafts = request.drafts
+    assert drafts is not None, "its proposals are verified"
+    right = place < len(drafts.token_ids) and request.is_running
+    right = right and request.output_token_ids[-1] == drafts.token_ids[place]
+    drafts.num_accepted += right
+    return right
 
 
 def _is_beam(request: Request) -> bool:

@@ -31,6 +31,7 @@ from quire.layout.eviction import KEEP_ALL, PRESSURE, UNLIMITED, EvictionSpec
 from quire.layout.sparse import SparseSpec
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.speculation import Drafts, SpeculativeSpec
 from quire.tenancy.fair_queue import Order
 
 CONTEXT, KV_MEMORY, TENANT = "context", "kv_memory", "tenant_kv_memory"
@@ -91,6 +92,7 @@ class RequestSpec:
         cache_salt: client's salt in the identity of its cached prefixes.
         evict: its eviction policy as text.
         sparse: pages that its decode steps read; None: all.
+        speculative: how tokens are proposed that its steps verify; None: not at all.
         records_evictions: whether the eviction trace is requested.
         max_tokens_limit: why `params.max_tokens` is less than requested: `CONTEXT`, `KV_MEMORY` or
             `TENANT`; "": it is not.
@@ -111,6 +113,7 @@ class RequestSpec:
     cache_salt: str = ""
     evict: str = "full"
     sparse: SparseSpec | None = None
+    speculative: SpeculativeSpec | None = None
     records_evictions: bool = False
     max_tokens_limit: str = ""
     scoring_token_ids: tuple[list[int], ...] = ()
@@ -293,6 +296,7 @@ class Request:
         split_from: the group that it was split off; used only for the group's peak bytes.
         matcher: its state in the grammar of its structured outputs; None without one. Not used by
             the scheduler.
+        drafts: its proposed tokens; None before the first, and without speculative decoding.
     """
 
     spec: RequestSpec
@@ -302,6 +306,7 @@ class Request:
     group: RequestGroup | None = None
     split_from: RequestGroup | None = None
     matcher: TokenMatcher | None = None
+    drafts: Drafts | None = None
 
     # ---- specification -------------------------------------------------------------------------
 
@@ -399,9 +404,22 @@ class Request:
             exact = min(exact, len(self.prompt_token_ids))
         return min(exact, self.eviction.trace[0].num_computed) if self.eviction.trace else exact
 
+    @property
+    def draft_token_ids(self) -> list[int]:
+        """The proposed tokens after the output that the current step verifies."""
+        return [] if self.drafts is None else self.drafts.token_ids
+
     def token_ids(self, start: int, end: int) -> list[int]:
-        """Return the known tokens from position `start` up to `end`, without pending ones."""
+        """Return the known tokens from position `start` up to `end`, without pending ones.
+
+        Proposed tokens follow the output.
+        """
         prompt = len(self.prompt_token_ids)
+        if end > self.num_tokens:
+            return (
+                self.token_ids(start, self.num_tokens)
+                + self.draft_token_ids[max(0, start - self.num_tokens) : end - self.num_tokens]
+            )
         if start >= prompt:
             return self.output_token_ids[start - prompt : end - prompt]
         ids = self.prompt_token_ids[start:end]

@@ -95,6 +95,12 @@ class ScheduleConfig:
         help="plan and launch a step before the tokens of the last step are read; unset: if the "
         "model is on a CUDA device and the other options support it",
     )
+    speculative: str = option(
+        "off",
+        help="speculative decoding: proposed tokens that a step verifies together, such as "
+        "ngram:tokens=8,min=2 (what followed the last tokens before), or vLLM's JSON; outputs are "
+        "the same as without",
+    )
     tenants: str = option(
         "",
         help="tenants that share the KV memory and the steps, such as "
@@ -107,6 +113,9 @@ class ScheduleConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")
         parse_tenants(self.tenants)
+        from quire.scheduler.speculation import parse_speculative
+
+        parse_speculative(self.speculative)
         if self.batcher != CONTINUOUS:  # the default needs no check: --help runs without NumPy
             _ = self.num_rows  # raises for an unknown batcher
         if self.urgent is not None and self.max_num_batched_tokens <= self.max_num_seqs:

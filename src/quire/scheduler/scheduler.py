@@ -41,6 +41,7 @@ from quire.scheduler.request import (
 )
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.sequence_memory import FINISHED, SequenceMemory
+from quire.scheduler.speculation import DraftLengths, Drafts
 from quire.scheduler.step import StepPlan, StepSize, refuse_nothing_shared
 from quire.scheduler.waiting import WaitingCauses
 from quire.tenancy.accounts import TenantAccounts
@@ -99,7 +100,7 @@ class Scheduler:
         self.running, self.waiting = lifecycle.running, lifecycle.waiting
         self.fairness, self.preempter = lifecycle.fairness, lifecycle.preempter
         self._evicts, self._longest_chunk = capacities.lanes is not None, config.longest_chunk
-        self._last_plan = StepPlan()
+        self._last_plan, self._lengths = StepPlan(), DraftLengths()
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -209,6 +210,16 @@ class Scheduler:
             decoding = whole_groups(first)
         if self._evicts:
             decoding = whole_groups(self.capacities.evict_to_capacity(decoding))
+        drafts = self._propose(plan, decoding)
+        if decoding and any(drafts):
+            if self.sequence_memory.try_grow(decoding, [1] * len(decoding), drafts):
+                plan.requests.extend(decoding)
+                plan.tokens.extend(1 + count for count in drafts)
+                plan.num_decoding = len(plan.requests)
+                return
+            for request in decoding:  # no request is preempted for proposed tokens
+                if request.drafts is not None:
+                    request.drafts.token_ids = []
         while decoding and not self.sequence_memory.try_grow(decoding, [1] * len(decoding)):
             if not self.capacities.free_for(decoding, self.running):
                 best = min(decoding, key=self.preempter.order)
@@ -223,6 +234,36 @@ class Scheduler:
             plan.tokens.extend([1] * len(decoding))
             plan.num_decoding = len(plan.requests)
 
+    def _propose(self, plan: StepPlan, decoding: Sequence[Request]) -> list[int]:
+        """Propose tokens of decoding rows; return their number for each, 0 without."""
+        counts = [0] * len(decoding)
+        found: list[tuple[int, Drafts]] = []
+        for index, request in enumerate(decoding):
+            most = self._max_draft_tokens(request)
+            if most > 0:
+                drafts = request.drafts = request.drafts or Drafts.of(request.spec.speculative)
+                known = drafts.lookup.num_tokens
+                new = request.token_ids(known, request.num_tokens)
+                drafts.token_ids = drafts.lookup.propose(new, most)
+                found += [(index, drafts)] if drafts.token_ids else []
+        room = self.step_size.tokens - len(plan.requests) - len(decoding)
+        proposed = [(drafts, len(drafts.token_ids)) for _, drafts in found]
+        lengths = self._lengths.choose(len(decoding), proposed)
+        for (index, drafts), length in zip(found, lengths, strict=True):
+            counts[index] = min(length, room)
+            room -= counts[index]
+            drafts.token_ids = drafts.token_ids[: counts[index]]
+        return counts
+
+    def _max_draft_tokens(self, request: Request) -> int:
+        """Most tokens that may be proposed for a decoding row."""
+        spec, done = request.spec.speculative, request.progress.num_computed
+        if spec is None or done < len(request.prompt_token_ids) or request.progress.num_pending:
+            return 0
+        most = min(spec.tokens, request.params.max_tokens - request.num_output_tokens - 1)
+        to_chunk_end = self.memory.layout.until_chunk_end(done)
+        return most if to_chunk_end is None else min(most, to_chunk_end - 1)
+
     # ---- prefill -------------------------------------------------------------------------------
 
     def _plan_prefill(self, plan: StepPlan, budget: int | None = None) -> None:
@@ -233,7 +274,7 @@ class Scheduler:
             budget: maximum prefill tokens; default: decided by the batcher.
         """
         if budget is None:
-            budget = self.batcher.prefill_tokens(self.step_size.tokens - len(plan.requests))
+            budget = self.batcher.prefill_tokens(self.step_size.tokens - sum(plan.tokens))
         self._last_plan, loader = plan, self.sequence_memory.prefix_loader
         if loader is not None:
             loader.begin_plan()
@@ -567,7 +608,7 @@ class Scheduler:
             progress = request.progress
             again = min(tokens, progress.furthest_tokens - progress.num_computed)
             progress.recomputed_tokens += max(0, again)
-            progress.num_computed += tokens
+            progress.num_computed += tokens - len(request.draft_token_ids)
         for request in plan.scoring:
             self.memory.truncate(request.memory.row, request.progress.num_computed)
         if plan.by_layer is not None:
@@ -588,6 +629,23 @@ class Scheduler:
         if plan.pending is not None:
             self.sequence_memory.publish_known(plan.requests)
 
+    def settle(self, plan: StepPlan) -> tuple[int, int]:
+        """Drop the KV of proposed tokens that were not sampled; call after the step's sampling.
+
+        Returns:
+            Proposed and accepted tokens.
+        """
+        proposed = accepted = 0
+        for request in plan.requests:
+            if request.drafts is None or not request.drafts.token_ids:
+                continue
+            count, right = request.drafts.settle()
+            proposed, accepted = proposed + count, accepted + right
+            self.fairness.waiting.charge(request.tenant, output_tokens=right)
+            if request.is_running:
+                self.sequence_memory.settle(request, right, count - right)
+        return proposed, accepted
+
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Update step size and prefill costs; prefill only from steps with a single chunk.
 
@@ -596,6 +654,8 @@ class Scheduler:
             seconds: its duration.
         """
         self.step_size.learn(plan.computed_tokens)
+        if plan.requests and plan.num_decoding == len(plan.requests):
+            self._lengths.learn(sum(plan.tokens), seconds)
         swapper = self.preempter.swapper
         if (
             swapper is not None
@@ -615,6 +675,9 @@ class Scheduler:
         Returns:
             The requests of the step.
         """
+        for request in plan.requests:
+            if request.drafts is not None:
+                request.drafts.token_ids = []
         failed = [r for r in plan.requests or self.running if r.is_running]
         others = (r for r in self.running if r not in failed)
         sharing = [r for r in others if self.sequence_memory.shares_unwritten(r)]

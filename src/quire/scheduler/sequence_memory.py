@@ -352,12 +352,21 @@ class SequenceMemory:
         self.memory.grow(rows_of(requests), np.array(tokens, dtype=np.int32) + np.int32(scoring))
         self._note_growth(requests, tokens, self.memory.copied_bytes - copied_bytes)
 
-    def try_grow(self, requests: Sequence[Request], tokens: Sequence[int]) -> bool:
-        """`grow` if `can_grow`; return whether the requests have grown."""
+    def try_grow(
+        self, requests: Sequence[Request], tokens: Sequence[int], drafts: Sequence[int] = ()
+    ) -> bool:
+        """`grow` if `can_grow`; return whether the requests have grown.
+
+        Args:
+            requests: running requests.
+            tokens: their numbers of new tokens.
+            drafts: further slots of each of them, for proposed tokens, if pages are free.
+        """
         rows, counts = rows_of(requests), np.array(tokens, dtype=np.int32)
-        copied_bytes = self.memory.copied_bytes
-        if not self.memory.try_grow(rows, counts):
-            if not self.can_grow(requests, tokens):
+        copied_bytes, has_drafts = self.memory.copied_bytes, any(drafts)
+        slots = counts + np.array(drafts, dtype=np.int32) if has_drafts else counts
+        if not self.memory.try_grow(rows, slots):
+            if has_drafts or not self.can_grow(requests, tokens):
                 return False
             copied_bytes = self.memory.copied_bytes
             self.memory.grow(rows, counts)
@@ -375,6 +384,18 @@ class SequenceMemory:
         for request, count in zip(requests, tokens, strict=True):
             if request.progress.num_computed % block + count >= block:
                 self.publish(request, request.progress.num_computed + count)
+
+    def settle(self, request: Request, accepted: int, rejected: int) -> None:
+        """Count proposed tokens that were sampled, and drop the KV of the others."""
+        if rejected:
+            self.memory.drop_newest(request.memory.row, rejected)
+        before, prefix = request.progress.num_computed, self.prefix
+        request.progress.num_computed += accepted
+        if prefix is not None and accepted:
+            block = prefix.block_tokens
+            if before // block != request.progress.num_computed // block:
+                self.publish(request, request.progress.num_computed)
+                self.confirm([request])
 
     def publish_known(self, requests: Sequence[Request]) -> None:
         """Publish the blocks of a launched step whose last tokens were not known when they grew.

@@ -144,6 +144,7 @@ class PromptBody(Body):
     cache_salt: str | None = None
     evict: str | None = None
     sparse: str | None = None
+    speculative: bool | None = None
     kv_budget: int | float | str | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
 

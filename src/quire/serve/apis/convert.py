@@ -15,7 +15,7 @@ JSON = dict[str, Any]
 
 EXTENSIONS = frozenset(
     {"priority", "deadline_s", "cache_salt", "evict", "kv_budget", "min_tokens", "ignore_eos"}
-    | {"limit_max_tokens", "sparse"}
+    | {"limit_max_tokens", "sparse", "speculative"}
     | {"min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty"}
     | {"logit_bias", "bad_words", "structured_outputs", "truncate_prompt_tokens"}
     | {"chat_template_kwargs"}
