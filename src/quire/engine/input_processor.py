@@ -99,7 +99,7 @@ class InputProcessor:
             cache_salt=checked_salt(requested.cache_salt),
             evict=policy.text,
             sparse=self._sparse_of(requested.sparse),
-            speculative=self._speculative_of(requested.speculative, policy, params),
+            speculative=self._speculative_of(requested, policy, params),
             records_evictions=self._records_evictions if records is None else records,
             max_tokens_limit=CONTEXT if params.max_tokens < resolved.max_tokens else "",
             scoring_token_ids=policy.scoring_token_ids,
@@ -127,8 +127,9 @@ class InputProcessor:
         return spec
 
     def _speculative_of(
-        self, wanted: bool | None, policy: "_Policy", params: SamplingParams
+        self, requested: GenerationRequest, policy: "_Policy", params: SamplingParams
     ) -> SpeculativeSpec | None:
+        wanted = requested.speculative
         if wanted is False or self._speculative is None or params.use_beam_search:
             if wanted:
                 why = "beams are exchanged after each token" if self._speculative else "it is off"

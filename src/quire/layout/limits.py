@@ -507,8 +507,8 @@ SPECULATIVE_RANKS = _speculative(
 )
 SPECULATIVE_EVICTION = _speculative(
     other="eviction while decoding",
-    reason="the rule {rule!r} evicts while decoding, and proposed tokens that are wrong would count "
-    "in its scores",
+    reason="the rule {rule!r} evicts while decoding, and wrong proposed tokens would count in its "
+    "scores",
     instead="use when=prefill_end" + _OR_STEPWISE,
 )
 

@@ -210,16 +210,8 @@ class Scheduler:
             decoding = whole_groups(first)
         if self._evicts:
             decoding = whole_groups(self.capacities.evict_to_capacity(decoding))
-        drafts = self._propose(plan, decoding)
-        if decoding and any(drafts):
-            if self.sequence_memory.try_grow(decoding, [1] * len(decoding), drafts):
-                plan.requests.extend(decoding)
-                plan.tokens.extend(1 + count for count in drafts)
-                plan.num_decoding = len(plan.requests)
-                return
-            for request in decoding:  # no request is preempted for proposed tokens
-                if request.drafts is not None:
-                    request.drafts.token_ids = []
+        if self._add_with_drafts(plan, decoding):
+            return
         while decoding and not self.sequence_memory.try_grow(decoding, [1] * len(decoding)):
             if not self.capacities.free_for(decoding, self.running):
                 best = min(decoding, key=self.preempter.order)
@@ -234,14 +226,27 @@ class Scheduler:
             plan.tokens.extend([1] * len(decoding))
             plan.num_decoding = len(plan.requests)
 
+    def _add_with_drafts(self, plan: StepPlan, decoding: Sequence[Request]) -> bool:
+        """Add decoding rows with proposed tokens; False if there are none, or too few pages."""
+        counts = self._propose(plan, decoding)
+        if not any(counts):
+            return False
+        if not self.sequence_memory.try_grow(decoding, [1] * len(decoding), counts):
+            _withdraw_drafts(decoding)  # no request is preempted for proposed tokens
+            return False
+        plan.requests.extend(decoding)
+        plan.tokens.extend(1 + count for count in counts)
+        plan.num_decoding = len(plan.requests)
+        return True
+
     def _propose(self, plan: StepPlan, decoding: Sequence[Request]) -> list[int]:
         """Propose tokens of decoding rows; return their number for each, 0 without."""
         counts = [0] * len(decoding)
         found: list[tuple[int, Drafts]] = []
         for index, request in enumerate(decoding):
-            most = self._max_draft_tokens(request)
-            if most > 0:
-                drafts = request.drafts = request.drafts or Drafts.of(request.spec.speculative)
+            most, spec = self._max_draft_tokens(request), request.spec.speculative
+            if most > 0 and spec is not None:
+                drafts = request.drafts = request.drafts or Drafts.of(spec)
                 known = drafts.lookup.num_tokens
                 new = request.token_ids(known, request.num_tokens)
                 drafts.token_ids = drafts.lookup.propose(new, most)
@@ -675,9 +680,7 @@ class Scheduler:
         Returns:
             The requests of the step.
         """
-        for request in plan.requests:
-            if request.drafts is not None:
-                request.drafts.token_ids = []
+        _withdraw_drafts(plan.requests)
         failed = [r for r in plan.requests or self.running if r.is_running]
         others = (r for r in self.running if r not in failed)
         sharing = [r for r in others if self.sequence_memory.shares_unwritten(r)]
@@ -782,6 +785,12 @@ class Scheduler:
         may be preempted.
         """
         self._forks.branch(group, parents)
+
+
+def _withdraw_drafts(requests: Sequence[Request]) -> None:
+    for request in requests:
+        if request.drafts is not None:
+            request.drafts.token_ids = []
 
 
 def scheduler_of(

@@ -109,9 +109,8 @@ def _spec(text: str, options: Mapping[str, object]) -> SpeculativeSpec:
         numbers = {names[name]: int(str(value)) for name, value in options.items()}
     except ValueError:
         raise ConfigError(f"expected whole numbers of {', '.join(names)}, got {text!r}") from None
-    least = numbers.get("min_match", SpeculativeSpec.__dataclass_fields__["min_match"].default)
     if "max_match" not in numbers:
-        numbers["max_match"] = max(4, least)
+        numbers["max_match"] = max(4, numbers.get("min_match", 0))
     elif "min_match" not in numbers:
         numbers["min_match"] = min(2, numbers["max_match"])
     return SpeculativeSpec(text=text, **numbers)
@@ -251,14 +250,8 @@ class DraftLengths:
         """
         base_s, token_s = self.seconds()
         step_s, output = base_s + token_s * rows, float(rows)
-        ahead = sorted(
-            (
-                (one.rate ** (n + 1), i)
-                for i, (one, most) in enumerate(proposed)
-                for n in range(most)
-            ),
-            reverse=True,
-        )
+        each = ((i, one.rate, n) for i, (one, most) in enumerate(proposed) for n in range(most))
+        ahead = sorted(((rate ** (n + 1), i) for i, rate, n in each), reverse=True)
         lengths = [0] * len(proposed)
         for gain, i in ahead:
             if gain * step_s < output * token_s:
