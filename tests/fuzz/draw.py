@@ -240,6 +240,19 @@ def _sparse(rng: random.Random, case: Case) -> Case:
     return replace(case, kv={**case.kv, "sparse": rule})
 
 
+def _speculative(rng: random.Random, case: Case) -> Case:
+    """Speculative decoding, if the case's other options support it."""
+    rules = [str(case.kv["evict"]), *(r.evict or "full" for r in case.requests)]
+    refused = any(rule != "full" and "when=prefill_end" not in rule for rule in rules)
+    refused |= any(part in _codec(case) for part in ("+", "kivi", "_page"))
+    refused |= bool(case.stream_room or "sparse" in case.kv)
+    refused |= bool(case.schedule.get("async_scheduling"))
+    if rng.random() >= 0.5 or refused:
+        return case
+    rule = f"ngram:tokens={rng.choice((1, 3, 6))},min=1,max=2"
+    return replace(case, schedule={**case.schedule, "speculative": rule})
+
+
 def _codec(case: Case) -> str:
     return str(case.kv.get("codec", "none"))
 
@@ -255,6 +268,7 @@ CHANGES = {
     "invariant": _invariant,
     "asynchronous": _asynchronous,
     "sparse": _sparse,
+    "speculative": _speculative,
 }
 
 

@@ -572,10 +572,10 @@ class KVMemory:
         """Drop the newest tokens of a row, which are the last slots of its lanes.
 
         Only for tokens after the last eviction, and without groups that keep the newest tokens in
-        full precision or fixed records.
+        full precision. Fixed records stay as they are.
         """
         for table in self.tables.values():
-            if table.active[row] and table.num_slots[row].any():
+            if table.active[row] and table.group.records is None:
                 freed = cut_slots(table, np.array([row]), table.num_slots[[row]] - np.int32(tokens))
                 self.pools[table.group.page_class].release(freed)
                 self.set_last_bounds(table, np.array([row]))
