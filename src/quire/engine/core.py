@@ -133,7 +133,6 @@ class Engine:
         )
         self._arrivals = 0
         self.num_steps = self.num_processed_tokens = 0
-        self.num_proposed_tokens = self.num_accepted_tokens = 0
 
     def _held_tokens(self) -> int:
         """Tokens of the longest sequence without eviction that the KV memory holds."""
@@ -371,9 +370,7 @@ class Engine:
             return
         results, forks = self._launch(plan) if plan.requests else ([], [])
         yield from self._async.sample(plan, results, forks)
-        proposed, accepted = self.scheduler.settle(plan)
-        self.num_proposed_tokens += proposed
-        self.num_accepted_tokens += accepted
+        self.scheduler.settle(plan)
 
     def _launch(self, plan: StepPlan) -> tuple[list[StepLogits | StepHidden], list[PlannedFork]]:
         """Compute the logits of a step, without waiting for a device; create its forks."""

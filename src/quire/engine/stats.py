@@ -65,6 +65,8 @@ class EngineStats:
             sparse attention have read, and those that dense attention would have read.
         sparse_pages_fetched, sparse_page_hits: such pages of offloaded KV that were fetched, and
             those that were still on the device.
+        num_drafts, draft_tokens, accepted_draft_tokens: proposals of speculative decoding that
+            steps have verified, their tokens, and those of them that were sampled.
         num_swaps: sequences swapped out, including partial swaps.
         queried_tokens, cached_tokens: tokens of admitted requests looked up in the prefix cache,
             and those found there.
@@ -106,6 +108,9 @@ class EngineStats:
     sparse_pages_held: int
     sparse_pages_fetched: int
     sparse_page_hits: int
+    num_drafts: int
+    draft_tokens: int
+    accepted_draft_tokens: int
     num_swaps: int
     queried_tokens: int
     cached_tokens: int
@@ -222,6 +227,9 @@ def stats_of(  # noqa: PLR0913 - one parameter per count
         scratch_peak_bytes=pool.kv.peak_scratch_bytes,
         sparse_pages_read=pool.kv.page_reads.read,
         sparse_pages_held=pool.kv.page_reads.held,
+        num_drafts=scheduler.drafts.count,
+        draft_tokens=scheduler.drafts.tokens,
+        accepted_draft_tokens=scheduler.drafts.accepted,
         num_steps=num_steps,
         num_processed_tokens=num_processed_tokens,
         num_generated_tokens=num_generated_tokens,

@@ -224,6 +224,7 @@ def _usage(sequences: Iterable[Request], now_s: float) -> Usage:
     group = first.group or first.split_from
     # peaks of single sequences, and of the group while its pages were shared
     peaks = [r.memory.kv_peak_bytes for r in listed] + ([group.kv_peak_bytes] if group else [])
+    proposals = [r.drafts for r in listed if r.drafts is not None]
     started = [r.progress.first_token_s for r in listed if r.output_token_ids]
     return Usage(
         prompt_tokens=len(first.prompt_token_ids),
@@ -234,6 +235,8 @@ def _usage(sequences: Iterable[Request], now_s: float) -> Usage:
         evicted_tokens=round(max(r.eviction.evicted_tokens for r in listed)),
         recomputed_tokens=sum(r.progress.recomputed_tokens for r in listed),
         kv_peak_bytes=max(peaks),
+        draft_tokens=sum(drafts.num_proposed for drafts in proposals),
+        accepted_draft_tokens=sum(drafts.accepted + drafts.num_accepted for drafts in proposals),
         first_token_s=min(started, default=now_s) - first.spec.arrival_s,
         total_s=now_s - first.spec.arrival_s,
         max_tokens=first.params.max_tokens,

@@ -27,6 +27,8 @@ class Usage:
         kv_peak_bytes: peak KV bytes; pages shared by its sequences count once.
         first_token_s: seconds from submission to the first token.
         total_s: seconds from submission to the end.
+        draft_tokens, accepted_draft_tokens: proposed tokens that steps have verified, and those of
+            them that are part of the output.
         max_tokens: maximum tokens of each output that the request ran with.
         max_tokens_limit: why it is less than requested: "context", "kv_memory",
             or "tenant_kv_memory"; "": it is not.
@@ -42,13 +44,17 @@ class Usage:
     kv_peak_bytes: int
     first_token_s: float
     total_s: float
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     max_tokens: int = 0
     max_tokens_limit: str = ""
 
     def as_dict(self) -> dict[str, object]:
-        """All fields; those of `limit` only if `max_tokens` was limited."""
+        """All fields; those of `limit` and of drafts only if there was a limit or a draft."""
         found = asdict(self)
         del found["max_tokens"], found["max_tokens_limit"]
+        if not self.draft_tokens:
+            del found["draft_tokens"], found["accepted_draft_tokens"]
         return found | self.limit()
 
     def extensions(self) -> dict[str, object]:
@@ -203,6 +209,8 @@ def summed(usages: Sequence[Usage]) -> Usage:
         evictions=sum(usage.evictions for usage in usages),
         evicted_tokens=sum(usage.evicted_tokens for usage in usages),
         recomputed_tokens=sum(usage.recomputed_tokens for usage in usages),
+        draft_tokens=sum(usage.draft_tokens for usage in usages),
+        accepted_draft_tokens=sum(usage.accepted_draft_tokens for usage in usages),
         kv_peak_bytes=sum(usage.kv_peak_bytes for usage in usages),
         first_token_s=max(usage.first_token_s for usage in usages),
         total_s=max(usage.total_s for usage in usages),

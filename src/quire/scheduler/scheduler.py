@@ -41,7 +41,7 @@ from quire.scheduler.request import (
 )
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.sequence_memory import FINISHED, SequenceMemory
-from quire.scheduler.speculation import DraftLengths, Drafts
+from quire.scheduler.speculation import DraftCounts, DraftLengths, Drafts
 from quire.scheduler.step import StepPlan, StepSize, refuse_nothing_shared
 from quire.scheduler.waiting import WaitingCauses
 from quire.tenancy.accounts import TenantAccounts
@@ -77,6 +77,7 @@ class Scheduler:
         fairness: the tenants' accounts and the order of their requests.
         preempter: chooses victims and swaps their KV out and in.
         peaks: page arithmetic.
+        drafts: counters of speculative decoding.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Scheduler:
         self.fairness, self.preempter = lifecycle.fairness, lifecycle.preempter
         self._evicts, self._longest_chunk = capacities.lanes is not None, config.longest_chunk
         self._last_plan, self._lengths = StepPlan(), DraftLengths()
+        self.drafts = DraftCounts()
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -634,22 +636,16 @@ class Scheduler:
         if plan.pending is not None:
             self.sequence_memory.publish_known(plan.requests)
 
-    def settle(self, plan: StepPlan) -> tuple[int, int]:
-        """Drop the KV of proposed tokens that were not sampled; call after the step's sampling.
-
-        Returns:
-            Proposed and accepted tokens.
-        """
-        proposed = accepted = 0
+    def settle(self, plan: StepPlan) -> None:
+        """Drop the KV of proposed tokens that were not sampled; call after the step's sampling."""
         for request in plan.requests:
             if request.drafts is None or not request.drafts.token_ids:
                 continue
             count, right = request.drafts.settle()
-            proposed, accepted = proposed + count, accepted + right
+            self.drafts.add(count, right)
             self.fairness.waiting.charge(request.tenant, output_tokens=right)
             if request.is_running:
                 self.sequence_memory.settle(request, right, count - right)
-        return proposed, accepted
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Update step size and prefill costs; prefill only from steps with a single chunk.

@@ -167,7 +167,7 @@ class Drafts:
         lookup: its text so far.
         token_ids: proposed tokens that the step being planned or computed verifies.
         num_accepted: those of them that were sampled.
-        proposed, accepted: all of them so far.
+        proposed, accepted: all of earlier steps.
     """
 
     spec: SpeculativeSpec
@@ -190,6 +190,11 @@ class Drafts:
         """Estimated probability that a proposed token is right if those before it are."""
         return self._right / self._tried
 
+    @property
+    def num_proposed(self) -> int:
+        """Tokens proposed so far, in the current step too."""
+        return self.proposed + len(self.token_ids)
+
     def settle(self) -> tuple[int, int]:
         """Learn from a verified step; return its proposed and its accepted tokens."""
         count, right = len(self.token_ids), self.num_accepted
@@ -203,6 +208,26 @@ class Drafts:
         """Whether a proposal is verified although none pays by the estimate."""
         self._unused += 1
         return self._unused % _PROBE == 0
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Counters of speculative decoding since the engine's start.
+
+    Attributes:
+        count: proposals that a step has verified.
+        tokens: their tokens.
+        accepted: those of them that were sampled.
+    """
+
+    count: int = 0
+    tokens: int = 0
+    accepted: int = 0
+
+    def add(self, tokens: int, accepted: int) -> None:
+        """Count a proposal."""
+        self.count, self.tokens = self.count + 1, self.tokens + tokens
+        self.accepted += accepted
 
 
 class Drafting(Protocol):

@@ -290,8 +290,15 @@ def usage_body(usages: Iterable[Usage]) -> dict[str, object]:
     memory limited the output.
     """
     usage = summed(list(usages))
+    accepted, details = usage.accepted_draft_tokens, dict[str, object]()
+    if usage.draft_tokens:
+        details["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": usage.draft_tokens - accepted,
+        }
     return token_counts(usage.prompt_tokens, usage.completion_tokens) | {
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        **details,
         **usage.extensions(),
     }
 

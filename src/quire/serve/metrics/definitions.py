@@ -133,6 +133,21 @@ METRICS: tuple[Metric, ...] = (
     ),
     _counter("sparse_pages_fetched", "Offloaded pages of KV heads that sparse attention fetched"),
     _counter("sparse_page_hits", "Offloaded pages of KV heads that were still on the device"),
+    _counter(
+        "spec_decode_drafts",
+        "Proposals of speculative decoding that a step has verified",
+        vllm="spec_decode_num_drafts",
+    ),
+    _counter(
+        "spec_decode_draft_tokens",
+        "Proposed tokens that a step has verified",
+        vllm="spec_decode_num_draft_tokens",
+    ),
+    _counter(
+        "spec_decode_accepted_tokens",
+        "Proposed tokens that were sampled",
+        vllm="spec_decode_num_accepted_tokens",
+    ),
     _counter("offload_recomputed_tokens", "Offloaded tokens whose KV was recomputed, per layer"),
     _counter("offload_cpu_attended_tokens", "Offloaded tokens attended to on the CPU, per layer"),
     _counter("weight_transfer_bytes", "Weights transferred to the device"),

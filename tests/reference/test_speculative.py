@@ -1,0 +1,216 @@
+"""Speculative decoding: outputs are those without, and the KV of wrong proposals is dropped."""
+
+from collections import Counter
+from functools import cache
+
+import pytest
+from scipy.stats import chisquare
+
+from quire.config.generation_request import GenerationRequest
+from quire.config.sampling_params import SamplingParams
+from quire.engine.core import Engine
+from quire.errors import ConfigError, RequestError, UnknownName, UnsoundCombination
+from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.speculation import DraftLengths, Drafts, Lookup, parse_speculative
+from support.engines import answer, load, requests_of
+from support.kv_options import kv_config
+
+RULE = "ngram:tokens=5,min=1,max=3"
+PROMPTS = {
+    "loop": [5, 6, 7, 8] * 9,
+    "few": [9, 3, 9, 4, 9, 3],
+    "text": [i * i % 60 for i in range(50)],
+}
+loaded = cache(load)
+
+
+def engine_of(architecture="llama", *, rule=RULE, memory="4MiB", schedule=(), **kv):
+    return Engine(
+        loaded(architecture),
+        kv_config(memory=memory, page_tokens=4, **kv),
+        ScheduleConfig(chunk_tokens=16, speculative=rule, **dict(schedule)),
+    )
+
+
+@pytest.fixture
+def verifies_all(monkeypatch):
+    """Lengths do not depend on times."""
+    monkeypatch.setattr(
+        DraftLengths, "choose", lambda self, rows, proposed: [n for _, n in proposed]
+    )
+
+
+CASES = {
+    "plain": {},
+    "joint products": {"architecture": "gpt_neox"},
+    "windows": {"architecture": "mistral"},
+    "window layers": {"architecture": "gemma3"},
+    "chunked attention": {"architecture": "llama4"},
+    "latent attention": {"architecture": "deepseek_v3"},
+    "shared KV": {"architecture": "gemma3n"},
+    "ALiBi": {"architecture": "bloom"},
+    "gathered": {"attention": "gathered"},
+    "int8": {"codec": "int8"},
+    "int4": {"codec": "int4"},
+    "evicted prompt": {"evict": "snapkv:cap=16,when=prefill_end"},
+    "heads apart": {"evict": "keydiff:cap=16,when=prefill_end"},
+    "prefix cache": {"enable_prefix_caching": True},
+    "batch-invariant": {"schedule": {"batch_invariant": True}},
+    "few tokens a step": {"schedule": {"max_num_batched_tokens": 17}},
+    "a batcher": {"schedule": {"batcher": "static", "max_num_seqs": 2}},
+}
+OPTIONS = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "seed": 3, "logprobs": 2},
+    "penalties": {"temperature": 0.8, "seed": 1, "repetition_penalty": 1.2, "min_p": 0.05},
+    "several": {"n": 2, "temperature": 1.0, "seed": 5},
+    "stops": {"stop_token_ids": tuple(range(20))},
+}
+
+
+def both(options, params, prompts=PROMPTS, **changes):
+    """The answers without and with proposals, and the engine with them."""
+    found = []
+    for rule in ("off", RULE):
+        engine = engine_of(rule=rule, **options | (changes if rule == RULE else {}))
+        sampling = SamplingParams(**{"max_tokens": 24, "temperature": 0.0} | params)
+        requests = [GenerationRequest(p, sampling, request_id=k) for k, p in prompts.items()]
+        found.append(answer(engine, requests))
+        engine.check()
+    return *found, engine
+
+
+@pytest.mark.parametrize("params", OPTIONS)
+@pytest.mark.parametrize("options", CASES)
+def test_outputs_are_those_without_proposals(options, params, verifies_all):
+    plain, got, engine = both(CASES[options], OPTIONS[params])
+
+    assert got.tokens == plain.tokens
+    stats = engine.stats()
+    assert stats.draft_tokens > stats.accepted_draft_tokens
+    if params == "greedy":
+        assert stats.accepted_draft_tokens
+
+
+def test_preempted_requests_and_little_memory_change_no_output(verifies_all):
+    """A proposal that finds no pages is not verified; no request is preempted for it."""
+    for room, swap in (("24KiB", "0"), ("24KiB", "1MiB"), ("40KiB", "0")):
+        options = {"swap_space": swap}
+        plain, got, engine = both(options, {"max_tokens": 40}, memory=room)
+        assert got.tokens == plain.tokens
+        assert engine.stats().draft_tokens
+
+
+def test_sampled_tokens_have_the_distribution_of_the_model(verifies_all):
+    """Of outputs with proposals, which are right or wrong, and of outputs without, by position."""
+    counts = []
+    for rule in ("off", RULE):
+        engine, found, first = engine_of(rule=rule, memory="64MiB"), Counter(), len(counts) * 7**9
+        for start in range(first, first + 4000, 200):
+            params = [
+                SamplingParams(max_tokens=4, temperature=2.0, seed=start + i) for i in range(200)
+            ]
+            requests = [
+                GenerationRequest(FEW, one, request_id=str(i)) for i, one in enumerate(params)
+            ]
+            for tokens in answer(engine, requests).tokens.values():
+                found.update((place, token % 8) for place, token in enumerate(tokens))
+        counts.append(found)
+    keys = sorted(counts[0].keys() | counts[1].keys())
+    ours, theirs = ([c[key] for key in keys] for c in (counts[1], counts[0]))
+    assert engine.stats().accepted_draft_tokens
+    assert chisquare(ours, [n * sum(ours) / sum(theirs) for n in theirs]).pvalue > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kv", "message"),
+    [
+        ({"codec": "int8+residual=8"}, "overwrites older tokens"),
+        ({"codec": "int4_page"}, "overwrites older tokens"),
+        ({"architecture": "mamba2"}, "state that has read a wrong token"),
+        ({"offload_memory": "1MiB"}, "activations of proposed tokens"),
+        ({"sparse": "quest:budget=50%"}, "verifies one token"),
+        ({"evict": "h2o:cap=16"}, "use when=prefill_end"),
+    ],
+)
+def test_what_cannot_be_taken_back_is_refused(kv, message):
+    with pytest.raises(UnsoundCombination, match=message):
+        engine_of(**kv)
+
+
+def test_a_request_may_leave_it_out_and_rules_that_evict_later_must(verifies_all):
+    engine = engine_of(evict_allow="all")
+    answer(engine, requests_of({"a": PROMPTS["loop"]}, 8, speculative=False))
+    assert not engine.stats().num_drafts
+    with pytest.raises(RequestError, match="set speculative to false"):
+        engine.submit(GenerationRequest([5] * 9, SamplingParams(), evict="h2o:cap=16"))
+    engine.submit(
+        GenerationRequest(
+            [5] * 9, SamplingParams(max_tokens=2), evict="h2o:cap=16", speculative=False
+        )
+    )
+    with pytest.raises(RequestError, match="it is off"):
+        engine_of(rule="off").submit(GenerationRequest([5], SamplingParams(), speculative=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("draft:model=x", UnknownName, "ngram"),
+        ("ngram:tokens=0", ConfigError, "from 1 to 64"),
+        ("ngram:tokens=x", ConfigError, "whole numbers"),
+        ("ngram:min=3,max=2", ConfigError, "min <= max"),
+        ("ngram:top=3", UnknownName, "tokens"),
+        ("off:tokens=3", ConfigError, "without options"),
+        ('{"method": "eagle"}', ConfigError, '"method": "ngram"'),
+        ('{"method": "ngram", "model": "x"}', UnknownName, "num_speculative_tokens"),
+        ("{", ConfigError, "JSON"),
+    ],
+)
+def test_invalid_rules_are_refused(text, error, message):
+    with pytest.raises(error, match=message):
+        ScheduleConfig(speculative=text)
+
+
+def test_json_of_vllm_has_the_same_meaning():
+    text = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}'
+    spec = parse_speculative(text)
+    assert (spec.tokens, spec.min_match, spec.max_match) == (5, 2, 3)
+    assert parse_speculative("off") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "expected"),
+    [
+        ([1, 2, 3, 4, 1, 2], 2, [3, 4]),
+        ([1, 2, 3, 9, 2, 4, 1, 2], 3, [3, 9, 2]),  # the longer match, not the newest
+        ([1, 2, 8, 1, 2, 9, 1, 2], 1, [9]),  # of equal matches the newest
+        ([7, 7, 7], 4, [7, 7, 7, 7]),  # beyond the end of the text
+        ([1, 2, 3], 4, []),
+        ([4], 4, []),
+    ],
+)
+def test_what_followed_the_last_tokens_before_is_proposed(text, count, expected):
+    assert Lookup(2, 3).propose(text, count) == expected
+    parts = Lookup(2, 3)
+    for token in text[:-1]:
+        parts.propose([token], 0)
+    assert parts.propose(text[-1:], count) == expected
+
+
+def test_lengths_follow_from_acceptance_and_measured_times():
+    lengths, spec = DraftLengths(), parse_speculative("ngram")
+    sure, doubtful = Drafts.of(spec), Drafts.of(spec)
+    for _ in range(20):
+        for drafts, right in ((sure, 8), (doubtful, 0)):
+            drafts.token_ids, drafts.num_accepted = [1] * 8, right
+            drafts.settle()
+    proposed = [(sure, 8), (doubtful, 8)]
+    assert lengths.choose(2, proposed) == [8, 8]  # nothing is known of times
+    for tokens in (2, 5, 2, 9, 18, 2, 10):
+        lengths.learn(tokens, 0.05 + 0.005 * tokens)
+    assert lengths.seconds() == pytest.approx((0.05, 0.005))
+    assert lengths.choose(2, proposed)[0] == 8
+    assert lengths.choose(2, proposed)[1] == 0
+    assert lengths.choose(200, [(sure, 8)]) == [8]
+    assert sum(lengths.choose(2, [(doubtful, 8)])[0] for _ in range(64)) == 4  # tried now and then
