@@ -52,7 +52,7 @@ CASES = {
     "gathered": {"attention": "gathered"},
     "int8": {"codec": "int8"},
     "int4": {"codec": "int4"},
-    "evicted prompt": {"evict": "snapkv:cap=16,when=prefill_end"},
+    "evicted prompt": {"evict": "snapkv:window=4,cap=16,when=prefill_end"},
     "heads apart": {"evict": "keydiff:cap=16,when=prefill_end"},
     "prefix cache": {"enable_prefix_caching": True},
     "batch-invariant": {"schedule": {"batch_invariant": True}},
@@ -86,10 +86,9 @@ def test_outputs_are_those_without_proposals(options, params, verifies_all):
     plain, got, engine = both(CASES[options], OPTIONS[params])
 
     assert got.tokens == plain.tokens
-    stats = engine.stats()
-    assert stats.draft_tokens > stats.accepted_draft_tokens
     if params == "greedy":
-        assert stats.accepted_draft_tokens
+        stats = engine.stats()
+        assert stats.draft_tokens > stats.accepted_draft_tokens > 0
 
 
 def test_preempted_requests_and_little_memory_change_no_output(verifies_all):
@@ -127,7 +126,7 @@ def test_sampled_tokens_have_the_distribution_of_the_model(verifies_all):
     [
         ({"codec": "int8+residual=8"}, "overwrites older tokens"),
         ({"codec": "int4_page"}, "overwrites older tokens"),
-        ({"architecture": "mamba2"}, "state that has read a wrong token"),
+        ({"architecture": "bamba"}, "state that has read a wrong token"),
         ({"offload_memory": "1MiB"}, "activations of proposed tokens"),
         ({"sparse": "quest:budget=50%"}, "verifies one token"),
         ({"evict": "h2o:cap=16"}, "use when=prefill_end"),

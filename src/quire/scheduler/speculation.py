@@ -22,7 +22,6 @@ the measured time of a step by its number of tokens: see `DraftLengths`.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from quire.errors import ConfigError, UnknownName
 from quire.layout.eviction import parse_policy
@@ -230,14 +229,6 @@ class DraftCounts:
         self.accepted += accepted
 
 
-class Drafting(Protocol):
-    """A request as the choice of lengths sees it."""
-
-    @property
-    def rate(self) -> float: ...
-    def is_probe(self) -> bool: ...
-
-
 class DraftLengths:
     """Chooses how many proposed tokens of each row a step verifies.
 
@@ -266,7 +257,7 @@ class DraftLengths:
         token_s = max(0.0, (count * xy - x * y) / spread)
         return max(1e-9, (y - token_s * x) / count), token_s
 
-    def choose(self, rows: int, proposed: Sequence[tuple[Drafting, int]]) -> list[int]:
+    def choose(self, rows: int, proposed: Sequence[tuple[Drafts, int]]) -> list[int]:
         """Return the number of tokens to verify of each proposal.
 
         Args:
