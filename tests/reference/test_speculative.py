@@ -128,7 +128,7 @@ def test_sampled_tokens_have_the_distribution_of_the_model(verifies_all):
         ({"codec": "int4_page"}, "overwrites older tokens"),
         ({"architecture": "bamba"}, "state that has read a wrong token"),
         ({"offload_memory": "1MiB"}, "activations of proposed tokens"),
-        ({"sparse": "quest:budget=50%"}, "verifies one token"),
+        ({"sparse": "quest:budget=50%,dense_layers=0"}, "verifies one token"),
         ({"evict": "h2o:cap=16"}, "use when=prefill_end"),
     ],
 )
