@@ -165,6 +165,7 @@ def test_unsound_combinations_are_refused(architecture, options, message):
         ("quest:pages=9,sinks=1.5", "whole numbers"),
         ("quest:top=9", "top"),
         ("qest:pages=9", "quest"),
+        ("quest:pages=99,dense_layers=90", "lower dense_layers"),
         ("off:pages=9", "without options"),
     ],
 )

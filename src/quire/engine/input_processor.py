@@ -17,7 +17,7 @@ from quire.eviction.eviction_rules import check_chunk_size
 from quire.layout.eviction import PREFILL_END, EvictionSpec
 from quire.layout.layout import statistics_used
 from quire.layout.model import ModelSpec
-from quire.layout.sparse import SparseSpec, parse_sparse
+from quire.layout.sparse import SparseSpec, parse_sparse, refuse_sparse
 from quire.models.base import HiddenStates
 from quire.models.loader import LoadedModel
 from quire.policies.base import LAYER
@@ -116,6 +116,8 @@ class InputProcessor:
             return self._sparse
         try:
             spec = parse_sparse(text)
+            if spec is not None:
+                refuse_sparse(self._model.spec, self._pool.stored_as.codec, spec)
         except ConfigError as error:
             raise RequestError(f"sparse: {error}", param="sparse") from error
         if spec is not None and self._sparse is None:
