@@ -229,6 +229,8 @@ def measured(claim: Claim, scores: Mapping[str, Values], tasks: Sequence[str]) -
 def page(judged: Sequence[Judged], model: str, about: str) -> str:
     """The text of the page."""
     lines = [
+        "<!-- Written by docs/papers_page.py -->",
+        "",
         "# The papers' claims about quality, on one model",
         "",
         "Claims of papers that Quire implements, compared with the [leaderboard]"

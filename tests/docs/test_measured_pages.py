@@ -221,7 +221,7 @@ def test_page_of_claims_is_of_the_prompts_of_all_seeds_of_one_run(docs: Path, tm
     cells.mkdir()
 
     def write(name: str, arm: str, task: str, metric: str) -> None:
-        prompts = [{"scores": {metric: 0.5}}, {"scores": {}}, *[{"scores": {metric: 1.0}}] * 148]
+        prompts = [{"scores": {metric: 0.5}}, {"scores": {}}, *[{"scores": {metric: 1.0}}] * 248]
         values = {"arm": arm, "task": task, "tokens": 64, "prompts": prompts}
         (cells / f"{name}.json").write_text(json.dumps({"values": values}))
 
@@ -229,7 +229,7 @@ def test_page_of_claims_is_of_the_prompts_of_all_seeds_of_one_run(docs: Path, tm
     for number, arm in enumerate(arms):
         write(f"niah-{number}", arm, "niah", "accuracy")
         write(f"perplexity-{number}", arm, "perplexity", NLL)
-    config = {"model": "smollm2", "tokens": 64, "num_prompts": 75, "seeds": [1, 2]}
+    config = {"model": "smollm2", "tokens": 64, "num_prompts": 125, "seeds": [1, 2]}
     run = {"config": config, "arms": {"judged_tasks": ["niah"]}, "commit": "abcdefgh"}
     (tmp_path / "board.json").write_text(json.dumps(run))
 
@@ -241,8 +241,8 @@ def test_page_of_claims_is_of_the_prompts_of_all_seeds_of_one_run(docs: Path, tm
     assert verdicts["gain", 0.0] == "not decided"
     assert verdicts["gain", -0.025] == verdicts["quality", 0.975] == "holds"
     assert verdicts["quality", 0.99] == "not decided"
-    assert {one["count"] for one in found} == {149}
-    assert "150 prompts of 64 tokens of each task" in (docs / "papers.md").read_text()
+    assert {one["count"] for one in found} == {249}
+    assert "250 prompts of 64 tokens of each task" in (docs / "papers.md").read_text()
     (tmp_path / "board.json").write_text(json.dumps(run | {"arms": {"judged_tasks": []}}))
     with pytest.raises(ConfigError, match="no task of the leaderboard counts"):
         papers_page.main(tmp_path, docs)

@@ -41,7 +41,7 @@ from quire.scheduler.request import (
 )
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.sequence_memory import FINISHED, SequenceMemory
-from quire.scheduler.speculation import DraftCounts, DraftLengths, Drafts
+from quire.scheduler.speculation import OFF, DraftCounts, DraftLengths, Drafts
 from quire.scheduler.step import StepPlan, StepSize, refuse_nothing_shared
 from quire.scheduler.waiting import WaitingCauses
 from quire.tenancy.accounts import TenantAccounts
@@ -102,6 +102,7 @@ class Scheduler:
         self.fairness, self.preempter = lifecycle.fairness, lifecycle.preempter
         self._evicts, self._longest_chunk = capacities.lanes is not None, config.longest_chunk
         self._last_plan, self._lengths = StepPlan(), DraftLengths()
+        self._proposes = config.speculative != OFF
         self.drafts = DraftCounts()
 
     # ---- a step --------------------------------------------------------------------------------
@@ -212,7 +213,7 @@ class Scheduler:
             decoding = whole_groups(first)
         if self._evicts:
             decoding = whole_groups(self.capacities.evict_to_capacity(decoding))
-        if self._add_with_drafts(plan, decoding):
+        if self._proposes and self._add_with_drafts(plan, decoding):
             return
         while decoding and not self.sequence_memory.try_grow(decoding, [1] * len(decoding)):
             if not self.capacities.free_for(decoding, self.running):
@@ -253,6 +254,8 @@ class Scheduler:
                 new = request.token_ids(known, request.num_tokens)
                 drafts.token_ids = drafts.lookup.propose(new, most)
                 found += [(index, drafts)] if drafts.token_ids else []
+        if not found:
+            return counts
         room = self.step_size.tokens - len(plan.requests) - len(decoding)
         proposed = [(drafts, len(drafts.token_ids)) for _, drafts in found]
         lengths = self._lengths.choose(len(decoding), proposed)
@@ -638,7 +641,7 @@ class Scheduler:
 
     def settle(self, plan: StepPlan) -> None:
         """Drop the KV of proposed tokens that were not sampled; call after the step's sampling."""
-        for request in plan.requests:
+        for request in plan.requests if self._proposes else ():
             if request.drafts is None or not request.drafts.token_ids:
                 continue
             count, right = request.drafts.settle()
@@ -655,7 +658,7 @@ class Scheduler:
             seconds: its duration.
         """
         self.step_size.learn(plan.computed_tokens)
-        if plan.requests and plan.num_decoding == len(plan.requests):
+        if self._proposes and plan.requests and plan.num_decoding == len(plan.requests):
             self._lengths.learn(sum(plan.tokens), seconds)
         swapper = self.preempter.swapper
         if (
