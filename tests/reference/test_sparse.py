@@ -110,7 +110,7 @@ def test_all_pages_and_off_equal_dense_attention_bit_for_bit():
 
 
 def test_requests_in_one_batch_have_their_own_rules():
-    engine, rules = engine_of(), [RULE, "off", "quest:budget=30%,recent=1", None]
+    engine, rules = engine_of(), [RULE, "off", "quest:budget=30%,recent=1,dense_layers=0", None]
     requests = [
         GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=name, sparse=rule)
         for (name, prompt), rule in zip(prompts_of().items(), rules, strict=True)

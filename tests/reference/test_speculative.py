@@ -16,6 +16,7 @@ from support.engines import answer, load, requests_of
 from support.kv_options import kv_config
 
 RULE = "ngram:tokens=5,min=1,max=3"
+FEW = [9, 3, 9, 4, 9, 3]
 PROMPTS = {
     "loop": [5, 6, 7, 8] * 9,
     "few": [9, 3, 9, 4, 9, 3],

@@ -67,6 +67,7 @@ def mean_of_tasks(
         seed: of the weights.
     """
     rng, (mean, count), ends = np.random.default_rng(seed), (0.0, 0), np.zeros((2, RESAMPLES))
+    most = 0.0
     longer = rng.integers(len(tasks), size=RESAMPLES)
     for task, (values, full) in enumerate(tasks):
         number, largest = len(values), max(values.max(), full.max())
@@ -80,9 +81,10 @@ def mean_of_tasks(
         by_prompts = weights[:, :-1] @ gains
         for end, limit in zip(ends, (least, largest), strict=True):
             end += (by_prompts + weights[:, -1] * limit) / scale / len(tasks)
+        most = max(most, float(values.max() / full.mean()))
         mean, count = mean + gains.mean() / full.mean() / len(tasks), count + number
     low, high = np.percentile(ends[0], 100 * TAIL), np.percentile(ends[1], 100 * (1 - TAIL))
-    return Mean(float(mean), float(low), float(high), count)
+    return Mean(float(mean), float(low), float(high), count, most)
 
 
 def prompts_to_show(share: float) -> int:

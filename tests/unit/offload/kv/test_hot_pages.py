@@ -17,7 +17,7 @@ from quire.offload.swap.host_pool import HostSpace
 HEADS, LAYERS, FIRST = 3, 5, 1
 
 
-def cache_of(columns, most, *, lanes=1):
+def cache_of(columns, most, *, lanes=1, first_page=0):
     """A cache over two page groups, whose page starts name the layer, lane and column."""
     plain = codec_spec("float32")
     page_class = kv_pages(key=plain, value=plain, head_dim=8, heads=HEADS, tokens=4)
@@ -31,9 +31,11 @@ def cache_of(columns, most, *, lanes=1):
     )
     found, first = list[OffloadedPageGroup](), 0
     for number, count in enumerate((columns // 3, columns - columns // 3)):
-        staging = (1000 * number + np.arange(2 * lanes * count)).astype(np.int32)
+        number = first_page + 1000 * number
+        staging = (number + np.arange(2 * lanes * count)).astype(np.int32)
         size = page_class.page_bytes * lanes
-        starts = [size * (100 * layer * columns + first) for layer in layers]
+        begin = first_page * size
+        starts = [10**6 * begin + size * (100 * layer * columns + first) for layer in layers]
         spaces = [HostSpace(0, {page_class: (Extent(start, size * count),)}) for start in starts]
         host = HostPages(spaces, count, None, np.zeros((1, 0), dtype=np.int32))
         found.append(OffloadedPageGroup("kv", first, staging.reshape(2, lanes, count), host))
@@ -47,9 +49,8 @@ def cache_of(columns, most, *, lanes=1):
 def test_every_head_reads_the_page_of_its_column(columns, most, lanes, rows):
     """Also of rows that share the cache: their pages stay until the next layer."""
     rng, cache = random.Random(0), cache_of(columns, min(columns, rows * most), lanes=lanes)
-    own = cache_of(20, most, lanes=lanes)  # of pages after the shared ones
-    own._pages += 3000
-    own.starts += 10**9
+    # of pages after the shared ones
+    own = cache_of(20, most, lanes=lanes, first_page=3000)
     resident = np.arange(8000, 8000 + columns + 26, dtype=np.int32)
     content, picks, hits = {}, {}, 0
     caches = [HotRow([cache, own]), *[HotRow([cache])] * (rows - 1)]
