@@ -30,6 +30,7 @@ from quire.sampling.sampling_step import LaunchedStep, SamplingStep
 from quire.scheduler.request import PlannedFork, RequestState
 from quire.scheduler.schedule_config import CONTINUOUS, ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation import parse_speculative
 from quire.scheduler.step import StepPlan
 
 BEAMS, NO_TOKENS, PROMPT_SCORES = "beam search", "no output tokens", "prompt log-probabilities"
@@ -180,7 +181,7 @@ def _why_not_here(
         "--scale-down-at": schedule.scale_down_at is not None,
         "--tenants": bool(schedule.tenants),
         "--urgent": schedule.urgent is not None,
-        "--speculative": schedule.speculative != "off",
+        "--speculative": parse_speculative(schedule.speculative) is not None,
     }
     used = [name for name, is_used in options.items() if is_used]
     return f"{used[0]} is set, whose decisions need the tokens of the last step" if used else None

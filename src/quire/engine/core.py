@@ -150,7 +150,8 @@ class Engine:
             sampler = RankSampler(spec.vocab_size, eos, lockstep=self._lockstep, **options)
         scheduler = self.scheduler
         meter = scheduler.fairness.meter
-        return SamplingStep(sampler, self._outputs, scheduler.branch, self._clock, meter)
+        changes = scheduler.branch, scheduler.settle
+        return SamplingStep(sampler, self._outputs, changes, self._clock, meter)
 
     @property
     def failure(self) -> QuireError | None:
@@ -370,7 +371,6 @@ class Engine:
             return
         results, forks = self._launch(plan) if plan.requests else ([], [])
         yield from self._async.sample(plan, results, forks)
-        self.scheduler.settle(plan)
 
     def _launch(self, plan: StepPlan) -> tuple[list[StepLogits | StepHidden], list[PlannedFork]]:
         """Compute the logits of a step, without waiting for a device; create its forks."""

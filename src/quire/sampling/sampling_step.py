@@ -30,18 +30,27 @@ class LaunchedStep:
 
 
 class SamplingStep:
-    """Computes output deltas from the logits of steps."""
+    """Computes output deltas from the logits of steps.
+
+    Args:
+        sampler: samples the tokens.
+        outputs: output states of the requests.
+        changes: `Scheduler.branch` and `Scheduler.settle`.
+        clock: time in seconds.
+        meter: counts tokens of tenants.
+    """
 
     def __init__(
         self,
         sampler: Sampler,
         outputs: OutputProcessor,
-        branch: Branch,
+        changes: tuple[Branch, Callable[[Sequence[Request]], None]],
         clock: Callable[[], float],
         meter: TenantMeter,
     ) -> None:
         self.sampler = sampler
-        self._outputs, self._branch, self._clock, self._meter = outputs, branch, clock, meter
+        self._outputs, self._clock, self._meter = outputs, clock, meter
+        self._branch, self._settle = changes
         self.num_generated_tokens = 0
 
     def deltas(
@@ -121,6 +130,7 @@ class SamplingStep:
             yield from self._sample([result.only(place) for result in left])
             left = [result for result in left if _accepts(result.request, place)]
             place += 1
+        self._settle([result.request for result in ready])
 
     def _add(self, sampled: Iterable[tuple[Request, SampledToken]]) -> Iterator[OutputDelta]:
         now_s = self._clock()

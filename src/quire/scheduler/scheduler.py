@@ -41,7 +41,7 @@ from quire.scheduler.request import (
 )
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.sequence_memory import FINISHED, SequenceMemory
-from quire.scheduler.speculation import OFF, DraftCounts, DraftLengths, Drafts
+from quire.scheduler.speculation import DraftCounts, DraftLengths, Drafts, parse_speculative
 from quire.scheduler.step import StepPlan, StepSize, refuse_nothing_shared
 from quire.scheduler.waiting import WaitingCauses
 from quire.tenancy.accounts import TenantAccounts
@@ -102,7 +102,7 @@ class Scheduler:
         self.fairness, self.preempter = lifecycle.fairness, lifecycle.preempter
         self._evicts, self._longest_chunk = capacities.lanes is not None, config.longest_chunk
         self._last_plan, self._lengths = StepPlan(), DraftLengths()
-        self._proposes = config.speculative != OFF
+        self._proposes = parse_speculative(config.speculative) is not None
         self.drafts = DraftCounts()
 
     # ---- a step --------------------------------------------------------------------------------
@@ -639,11 +639,13 @@ class Scheduler:
         if plan.pending is not None:
             self.sequence_memory.publish_known(plan.requests)
 
-    def settle(self, plan: StepPlan) -> None:
-        """Drop the KV of proposed tokens that were not sampled; call after the step's sampling."""
-        for request in plan.requests if self._proposes else ():
-            if request.drafts is None or not request.drafts.token_ids:
-                continue
+    def settle(self, requests: Sequence[Request]) -> None:
+        """Drop the KV of proposed tokens that were not sampled.
+
+        Call it before any of these requests may be preempted: its KV would be saved with them.
+        """
+        for request in requests:
+            assert request.drafts is not None, "its proposals were verified"
             count, right = request.drafts.settle()
             self.drafts.add(count, right)
             self.fairness.waiting.charge(request.tenant, output_tokens=right)
