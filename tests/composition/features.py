@@ -406,6 +406,17 @@ TENANTS = "a:weight=2; b; default"
 SERVED = (("a", "b"), ("a", "b", "default"))  # tenants of the requests, in turn
 
 
+SPECULATIVE = {
+    "prompt lookup": "ngram:tokens=3,min=1,max=2",
+    "suffix proposals": "suffix:tokens=3,depth=4,factor=3",
+    "draft model": "draft:model=gemma3,tokens=3",
+}
+
+
+def _verified(ran: Ran) -> bool:
+    return any(one.engine.stats().num_drafts for one in (ran.scarce, *ran.scarce.earlier))
+
+
 def _batched(ran: Ran) -> bool:
     """The batcher had to choose: there were more requests than rows."""
     return ran.scarce.peaks["waiting"] > 0 and ran.scarce.kinds["admitted"] > 0
@@ -534,6 +545,13 @@ OF_SCHEDULING = (
             *(setting(kv={"attention": name}), lambda ran: True, "attention"),
         )
         for name in ("gathered", "reference")
+    ),
+    *(
+        Feature(
+            *(name, "scheduling", f"`--speculative {text}`"),
+            *(setting(schedule={"speculative": text}), _verified, "speculative"),
+        )
+        for name, text in SPECULATIVE.items()
     ),
 )
 

@@ -242,14 +242,15 @@ def _sparse(rng: random.Random, case: Case) -> Case:
 
 def _speculative(rng: random.Random, case: Case) -> Case:
     """Speculative decoding, if the case's other options support it."""
-    rules = [str(case.kv["evict"]), *(r.evict or "full" for r in case.requests)]
-    refused = any(rule != "full" and "when=prefill_end" not in rule for rule in rules)
-    refused |= any(part in _codec(case) for part in ("+", "kivi", "_page"))
-    refused |= bool(case.stream_room or "sparse" in case.kv)
+    refused = bool(case.stream_room or "sparse" in case.kv)
     refused |= bool(case.schedule.get("async_scheduling"))
     if rng.random() >= 0.5 or refused:
         return case
-    rule = f"ngram:tokens={rng.choice((1, 3, 6))},min=1,max=2"
+    tokens = rng.choice((1, 3, 6))
+    rules = [f"ngram:tokens={tokens},min=1,max=2", f"suffix:tokens={tokens},depth=4,factor=3"]
+    if case.model != "quire-tiny" and not case.tiers:  # a vocabulary and files of its own
+        rules.append(f"draft:model={rng.choice(('llama', 'gemma3'))},tokens={tokens}")
+    rule = rng.choice(rules)
     return replace(case, schedule={**case.schedule, "speculative": rule})
 
 

@@ -12,8 +12,10 @@ from quire.eviction.calibration import measure, read_vectors
 from quire.kv.coded_layers import write_constants
 from quire.layout.kv_format import fill_plain, read_format
 from quire.models import adapter
+from quire.models.drafted import with_draft
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel, load_model, make_decoder
+from quire.scheduler.speculation import parse_speculative
 from support import zoo
 from support.byte_tokenizer import byte_tokenizer
 from support.engines import load
@@ -26,7 +28,13 @@ LEARNT_FROM = [2 + (i * i + 3 * i) % 61 for i in range(400)]
 
 
 def model_of(case: Case) -> LoadedModel:
-    return _with_tokenizer(_loaded(case.model, case.weights), case)
+    model = _with_tokenizer(_loaded(case.model, case.weights), case)
+    spec = parse_speculative(str(case.schedule.get("speculative", "off")))
+    if spec is None or not spec.model:
+        return model
+    draft = load(spec.model)
+    context = replace(draft.spec, max_positions=model.spec.max_positions)
+    return with_draft(model, replace(draft, spec=context))
 
 
 def resident_model_of(case: Case) -> LoadedModel:

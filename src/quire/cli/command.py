@@ -278,7 +278,6 @@ def _lines(rows: list[tuple[Text, Text]], width: int) -> Iterator[RenderableType
 
 
 _NO_LORA = "Quire does not support LoRA adapters: merge the adapter into the weights first"
-_NO_DRAFT = "use --speculative ngram: Quire proposes tokens by prompt lookup, without a draft model"
 _ONE_DEVICE = "use --tensor-parallel-size for several devices, or start one server per device"
 _OFFLOAD = "use --kv-offload-memory for KV or --weights-memory for weights"
 
@@ -303,8 +302,9 @@ FLAGS = {
     "tp-size": "use --tensor-parallel-size",
     "enable-lora": _NO_LORA,
     "lora-modules": _NO_LORA,
-    "speculative-config": "use --speculative with the same JSON; its method is ngram",
-    "speculative-model": _NO_DRAFT,
+    "speculative-config": "use --speculative with the same JSON; its method is ngram, suffix or "
+    "draft_model",
+    "speculative-model": "use --speculative draft:model=NAME",
     "enable-auto-tool-choice": "not needed: requests with `tools` use the parser of --tool-parser",
     "enable-chunked-prefill": "not needed: prompts are always prefilled in chunks of at most "
     "--max-num-batched-tokens",

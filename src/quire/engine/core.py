@@ -29,7 +29,8 @@ from quire.kernels.memory import keep_freed_memory
 from quire.kernels.native.sampling import row_sampling
 from quire.kv.prefix import PrefixBroadcast
 from quire.layout.eviction import KEEP_ALL
-from quire.models.loader import LoadedModel
+from quire.models.drafted import DraftedDecoder, with_draft
+from quire.models.loader import LoadedModel, load_model
 from quire.models.tokenizer import undecodable_ids
 from quire.offload.prefix_store.prefix_loader import closing, in_flight_bytes
 from quire.parallel.lockstep import Alone, Lockstep
@@ -48,6 +49,7 @@ from quire.scheduler.eviction_trace import RetainedSets
 from quire.scheduler.peaks import need_of
 from quire.scheduler.request import KV_MEMORY, TENANT, PlannedFork, Request, make_sequences
 from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.speculation import parse_speculative
 from quire.scheduler.step import StepPlan
 
 
@@ -89,6 +91,7 @@ class Engine:
         lockstep: Lockstep | None = None,
     ) -> None:
         self._lockstep = _lockstep_of(model, lockstep, clock)
+        model = _with_draft_model(model, schedule or ScheduleConfig())
         if not return_memory and model.decoder.device.type == "cpu":
             keep_freed_memory()
         self.model = model
@@ -424,6 +427,16 @@ class Engine:
         self._ledger.check()
         if not self.has_work and len(memory.live_rows):
             raise InvariantError(f"an idle engine holds rows {memory.live_rows.tolist()}")
+
+
+def _with_draft_model(model: LoadedModel, schedule: ScheduleConfig) -> LoadedModel:
+    """Load the draft model of speculative decoding, if there is one."""
+    spec = parse_speculative(schedule.speculative)
+    if spec is None or not spec.model or isinstance(model.decoder, DraftedDecoder):
+        return model
+    dtype = str(model.decoder.dtype).removeprefix("torch.")
+    draft = load_model(spec.model, dtype=dtype, device=str(model.decoder.device))
+    return with_draft(model, draft)
 
 
 def _lockstep_of(

@@ -14,7 +14,7 @@ from quire.engine.batch_invariance import refuse_pressure
 from quire.engine.pool import KVPool
 from quire.errors import ConfigError, RequestError
 from quire.eviction.eviction_rules import check_chunk_size
-from quire.layout.eviction import PREFILL_END, EvictionSpec
+from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import statistics_used
 from quire.layout.model import ModelSpec
 from quire.layout.sparse import SparseSpec, parse_sparse, refuse_sparse
@@ -99,7 +99,7 @@ class InputProcessor:
             cache_salt=checked_salt(requested.cache_salt),
             evict=policy.text,
             sparse=self._sparse_of(requested.sparse),
-            speculative=self._speculative_of(requested, policy, params),
+            speculative=self._speculative_of(requested, params),
             records_evictions=self._records_evictions if records is None else records,
             max_tokens_limit=CONTEXT if params.max_tokens < resolved.max_tokens else "",
             scoring_token_ids=policy.scoring_token_ids,
@@ -129,7 +129,7 @@ class InputProcessor:
         return spec
 
     def _speculative_of(
-        self, requested: GenerationRequest, policy: "_Policy", params: SamplingParams
+        self, requested: GenerationRequest, params: SamplingParams
     ) -> SpeculativeSpec | None:
         wanted = requested.speculative
         if wanted is False or self._speculative is None or params.use_beam_search:
@@ -141,14 +141,6 @@ class InputProcessor:
                     param="speculative",
                 )
             return None
-        eviction = policy.eviction.spec
-        if eviction.cap is not None and eviction.when != PREFILL_END:
-            raise RequestError(
-                f"speculative: the rule {policy.text!r} evicts while decoding, and proposed tokens "
-                "that are wrong would count in its scores; use when=prefill_end, or set "
-                "speculative to false",
-                param="speculative",
-            )
         return self._speculative
 
     def _policy(self, rule: EvictionRule, prompt: list[int], final_tokens: int) -> "_Policy":

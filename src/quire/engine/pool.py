@@ -32,7 +32,6 @@ from quire.kv.paged_kv import PagedKV
 from quire.kv.store import PageStore, store_of
 from quire.kv.tables import refuse_too_many_rows
 from quire.layout import limits
-from quire.layout.eviction import PREFILL_END
 from quire.layout.kv_format import read_format
 from quire.layout.layout import (
     added_statistics,
@@ -147,7 +146,7 @@ def build_pool(
     choice = OffloadChoice(model, config, layout) if offload_bytes else None
     if choice is not None:
         choice.refuse_without_effect(offload_bytes, plan.eviction.spec.statistics)
-    refuse_too_many_rows(layout.groups, schedule.num_rows)
+    refuse_too_many_rows(layout.groups, _table_rows(schedule))
     if member is None:
         make_store = partial(PageStore, device=device, mover=mover)
         memory = _own_memory(model, config, schedule, layout, plan, make_store, total_bytes)
@@ -159,7 +158,7 @@ def build_pool(
                 f"a KV memory of {config.memory} conflicts with a shared pool, which guarantees "
                 f"{member.guaranteed_bytes:,} B to {member.name!r}; leave memory at auto"
             )
-        memory = member.make_memory(layout, schedule.num_rows, device, mover)
+        memory = member.make_memory(layout, _table_rows(schedule), device, mover)
     memory.arena.unpaged_bytes = bounds_bytes
     store, measured = store_of(memory), plan.stored_as.measured
     host = swap_space(memory, schedule, host_bytes, offload_bytes, model.group)
@@ -230,7 +229,7 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
         layout = with_dense_layers(layout, sparse)
     check_pre_rope(rules, model.decoder.prepare_pre_rope)
     if parse_speculative(schedule.speculative) is not None:
-        _refuse_speculative(model, config, stored_as.codec, rules, layout)
+        _refuse_speculative(model, config)
     choice = select_backend(
         config.attention,
         model.decoder.device,
@@ -264,24 +263,15 @@ def _refuse_sparse(
     refuse_sparse(model.spec, codec, spec)
 
 
-def _refuse_speculative(
-    model: LoadedModel, config: KVConfig, codec: str, rules: EvictionRules, layout: CacheLayout
-) -> None:
+def _refuse_speculative(model: LoadedModel, config: KVConfig) -> None:
     """Refuse what speculative decoding cannot be combined with."""
-    rule, groups = rules.default, layout.groups
     for is_limited, limit in (
         (model.group.size > 1, limits.SPECULATIVE_RANKS),
         (bool(config.offload.kv_memory), limits.SPECULATIVE_OFFLOAD),
         (parse_sparse(config.sparse) is not None, limits.SPECULATIVE_SPARSE),
-        (any(group.state is not None for group in groups), limits.SPECULATIVE_STATES),
-        (
-            any(group.full_precision or group.promoted for group in groups),
-            limits.SPECULATIVE_PRECISION,
-        ),
-        (rule.evicts and rule.when != PREFILL_END, limits.SPECULATIVE_EVICTION),
     ):
         if is_limited:
-            raise limits.refused(limit, codec=codec, rule=config.evict)
+            raise limits.refused(limit)
 
 
 def _make_rules(
@@ -331,6 +321,12 @@ def _why_no_pre_rope(model: LoadedModel, config: KVConfig, schedule: ScheduleCon
     return model.decoder.prepare_pre_rope()
 
 
+def _table_rows(schedule: ScheduleConfig) -> int:
+    """Rows of page tables: those of the schedule, and their forks before proposed tokens."""
+    forks = parse_speculative(schedule.speculative) is not None
+    return schedule.num_rows * (2 if forks else 1)
+
+
 def _own_memory(
     model: LoadedModel,
     config: KVConfig,
@@ -346,7 +342,7 @@ def _own_memory(
     return KVMemory(
         layout,
         total_bytes,
-        schedule.num_rows,
+        _table_rows(schedule),
         store=make_store,
         track_changes=device.type != "cpu",
         unite=model.group.union if model.group.size > 1 else None,

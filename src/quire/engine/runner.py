@@ -36,6 +36,7 @@ from quire.models.base import (
     SequenceStates,
     TokenByToken,
 )
+from quire.models.drafted import DraftedDecoder
 from quire.plan.weights import MAX_BATCHES
 from quire.sampling.logits import StepLogits
 from quire.sampling.pending_tokens import InputTokens, PendingTokens
@@ -306,7 +307,7 @@ class Runner:
     ) -> None:
         self._graphs = graphs
         self._decoder, self._kv, self._times = decoder, kv, times
-        self._last = LastStep()
+        self._last, self._last_draft = LastStep(), LastStep()
         self._step, self._fixed_rows = step, fixed_rows
 
     @torch.inference_mode()
@@ -318,6 +319,7 @@ class Runner:
             tokens left, or of all its tokens if it needs prompt log-probabilities. For a request
             with `pooling`, hidden states instead.
         """
+        self._propose(plan)
         results: list[StepLogits | StepHidden] = []
         by_layer = {} if plan.by_layer is None else plan.by_layer.tokens
         planned = [
@@ -331,6 +333,31 @@ class Runner:
         if plan.by_layer is not None:
             results += self._run_by_layer(plan.by_layer)
         return results
+
+    def _propose(self, plan: StepPlan) -> None:
+        """Compute the proposed tokens of a draft model, one of each request after the other.
+
+        The step then computes both models for all its tokens, so that the draft model's KV stays
+        that of the same tokens whether they are proposed or not.
+        """
+        decoder = self._decoder
+        if not isinstance(decoder, DraftedDecoder):
+            return
+        drafted = [request for request in plan.requests if request.draft_token_ids]
+        for kind in sorted({_kind(request) for request in drafted}):
+            rows = [request for request in drafted if _kind(request) == kind]
+            for place in range(max(len(request.draft_token_ids) for request in rows)):
+                rows = [request for request in rows if place < len(request.draft_token_ids)]
+                parts = [
+                    RowPart(request, place, 1, len(request.draft_token_ids) - place)
+                    for request in rows
+                ]
+                batch = self._prepare(
+                    parts, WHOLE_STEP, InputTokens(None), last=self._last_draft
+                ).batch
+                tokens = decoder.draft_logits(batch, kind[0]).argmax(dim=-1).tolist()
+                for request, token in zip(rows, tokens, strict=False):  # without padding
+                    request.draft_token_ids[place] = token
 
     def _run_by_layer(self, prefill: LayerPrefill) -> list[StepLogits | StepHidden]:
         """Compute prompts in chunks, one layer of all chunks after the other."""
@@ -437,6 +464,7 @@ class Runner:
         part: StepPart,
         inputs: InputTokens,
         prefill: LayerPrefill | None = None,
+        last: LastStep | None = None,
     ) -> _Prepared:
         rows.sort(key=lambda row: row.tokens != 1)  # decode rows before prefill rows
         logical: list[int] = []
@@ -461,7 +489,7 @@ class Runner:
             pre_rope=pre_rope,
             scoring=None if rows[0].scored is None else Scoring(begins=rows[0].begins),
             sparse=[row.request.spec.sparse if _decodes_output(row) else None for row in rows],
-            last=LastStep() if prefill is not None or rows[0].scored else self._last,
+            last=LastStep() if prefill is not None or rows[0].scored else last or self._last,
         )
         pooled = list(_pooled_rows(rows))
         hidden_rows = self._on_device(_flat(pooled)) if pooled else None

@@ -480,16 +480,6 @@ _speculative = partial(
     Limit, area="speculative decoding", one="`--speculative`", subject="--speculative: "
 )
 _OR_STEPWISE = ", or leave out --speculative"
-SPECULATIVE_PRECISION = _speculative(
-    other="codecs with full-precision or promoted tokens, or of whole pages",
-    reason="the KV codec {codec} overwrites older tokens by proposed ones, which may be wrong",
-    instead="use --kv-codec int8 or int4" + _OR_STEPWISE,
-)
-SPECULATIVE_STATES = _speculative(
-    other="a model with recurrent states",
-    reason="a state that has read a wrong token cannot be restored",
-    instead="leave out --speculative",
-)
 SPECULATIVE_OFFLOAD = _speculative(
     other="`--kv-offload-memory`",
     reason="activations of proposed tokens would be stored",
@@ -505,11 +495,10 @@ SPECULATIVE_RANKS = _speculative(
     reason="the number of proposed tokens follows from times, which differ between ranks",
     instead="leave out --speculative",
 )
-SPECULATIVE_EVICTION = _speculative(
-    other="eviction while decoding",
-    reason="the rule {rule!r} evicts while decoding, and wrong proposed tokens would count in its "
-    "scores",
-    instead="use when=prefill_end" + _OR_STEPWISE,
+SPECULATIVE_DRAFT_STATES = _speculative(
+    other="a draft model with recurrent states",
+    reason="the draft model reads each proposed token twice, and a state would count it twice",
+    instead="use a draft model with attention only, or ngram or suffix",
 )
 
 LIMITS = tuple(value for value in tuple(vars().values()) if isinstance(value, Limit))

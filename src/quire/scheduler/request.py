@@ -165,6 +165,7 @@ class RequestMemory:
 
     Attributes:
         row: its row of the KV memory while it runs, else -1.
+        before_drafts: a fork of that row, from before the proposed tokens of a step; else -1.
         statistics: names of the lane groups that hold statistics of its tokens.
         lease: the cached prefix that it shares and extends, while it runs.
         chain: block hashes of its prefix, while it waits, after its first lookup.
@@ -175,6 +176,7 @@ class RequestMemory:
     """
 
     row: int = -1
+    before_drafts: int = -1
     statistics: frozenset[str] = frozenset()
     lease: PrefixLease | None = None
     chain: BlockChain | None = None

@@ -98,8 +98,9 @@ class ScheduleConfig:
     speculative: str = option(
         "off",
         help="speculative decoding: proposed tokens that a step verifies together, such as "
-        "ngram:tokens=8,min=2 (what followed the last tokens before), or vLLM's JSON; outputs are "
-        "the same as without",
+        "ngram:tokens=8,min=2 (what followed the last tokens before), suffix:tokens=16 (what "
+        "followed most often, also in earlier outputs), draft:model=NAME,tokens=5 (the tokens of a "
+        "smaller model), or vLLM's JSON; outputs are the same as without",
     )
     tenants: str = option(
         "",

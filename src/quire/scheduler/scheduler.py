@@ -41,7 +41,13 @@ from quire.scheduler.request import (
 )
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.sequence_memory import FINISHED, SequenceMemory
-from quire.scheduler.speculation import DraftCounts, DraftLengths, Drafts, parse_speculative
+from quire.scheduler.speculation import (
+    DraftCounts,
+    DraftLengths,
+    Drafts,
+    Proposals,
+    parse_speculative,
+)
 from quire.scheduler.step import StepPlan, StepSize, refuse_nothing_shared
 from quire.scheduler.waiting import WaitingCauses
 from quire.tenancy.accounts import TenantAccounts
@@ -102,7 +108,9 @@ class Scheduler:
         self.fairness, self.preempter = lifecycle.fairness, lifecycle.preempter
         self._evicts, self._longest_chunk = capacities.lanes is not None, config.longest_chunk
         self._last_plan, self._lengths = StepPlan(), DraftLengths()
-        self._proposes = parse_speculative(config.speculative) is not None
+        speculative = parse_speculative(config.speculative)
+        self._proposes = speculative is not None
+        self._proposals = None if speculative is None else Proposals(speculative)
         self.drafts = DraftCounts()
 
     # ---- a step --------------------------------------------------------------------------------
@@ -244,15 +252,17 @@ class Scheduler:
 
     def _propose(self, plan: StepPlan, decoding: Sequence[Request]) -> list[int]:
         """Propose tokens of decoding rows; return their number for each, 0 without."""
+        assert self._proposals is not None, "only called with speculative decoding"
         counts = [0] * len(decoding)
         found: list[tuple[int, Drafts]] = []
         for index, request in enumerate(decoding):
             most, spec = self._max_draft_tokens(request), request.spec.speculative
             if most > 0 and spec is not None:
-                drafts = request.drafts = request.drafts or Drafts.of(spec)
-                known = drafts.lookup.num_tokens
-                new = request.token_ids(known, request.num_tokens)
-                drafts.token_ids = drafts.lookup.propose(new, most)
+                drafts = request.drafts = request.drafts or self._proposals.begin(
+                    spec, _owner(request)
+                )
+                new = request.token_ids(drafts.proposer.num_tokens, request.num_tokens)
+                drafts.token_ids = drafts.proposer.propose(new, most)
                 found += [(index, drafts)] if drafts.token_ids else []
         if not found:
             return counts
@@ -271,6 +281,8 @@ class Scheduler:
         if spec is None or done < len(request.prompt_token_ids) or request.progress.num_pending:
             return 0
         most = min(spec.tokens, request.params.max_tokens - request.num_output_tokens - 1)
+        if self._evicts:  # no eviction becomes due between its tokens
+            most = min(most, free_tokens(request, self.capacities.lanes) - 1)
         to_chunk_end = self.memory.layout.until_chunk_end(done)
         return most if to_chunk_end is None else min(most, to_chunk_end - 1)
 
@@ -754,6 +766,8 @@ class Scheduler:
     def finish(self, request: Request, reason: str = FINISHED) -> None:
         """End a request in any state and free its pages."""
         self.lifecycle.finish(request, reason)
+        if self._proposals is not None and reason == FINISHED:
+            self._proposals.end(_owner(request), request.output_token_ids)
 
     def take_failures(self) -> list[Failure]:
         """Return and clear the failures since the last call."""
@@ -786,6 +800,11 @@ class Scheduler:
         may be preempted.
         """
         self._forks.branch(group, parents)
+
+
+def _owner(request: Request) -> object:
+    """Whose outputs a request may reveal by what it proposes."""
+    return request.tenant, request.spec.cache_salt
 
 
 def _withdraw_drafts(requests: Sequence[Request]) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from quire.config.generation_request import DEFAULT_TENANT
 from quire.config.kv_config import KVConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, OutOfPages
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import (
     BlockChain,
@@ -24,7 +24,7 @@ from quire.kv.prefix import (
     root_key,
 )
 from quire.kv.sharing import fork
-from quire.layout.eviction import PRESSURE
+from quire.layout.eviction import PREFILL_END, PRESSURE
 from quire.layout.pages import PageClass
 from quire.scheduler.events import EventLog
 from quire.scheduler.offload_port import KVOffloader, PrefixLoads
@@ -201,6 +201,7 @@ class SequenceMemory:
     def free(self, request: Request, reason: str) -> None:
         """Free a request's row and the pages that no other request references."""
         kv_bytes = self.note_peak(request)
+        self._drop_forks([request])
         self.memory.release([request.memory.row])
         self.note_freed(request, kv_bytes, reason)
 
@@ -364,14 +365,52 @@ class SequenceMemory:
         """
         rows, counts = rows_of(requests), np.array(tokens, dtype=np.int32)
         copied_bytes, has_drafts = self.memory.copied_bytes, any(drafts)
-        slots = counts + np.array(drafts, dtype=np.int32) if has_drafts else counts
-        if not self.memory.try_grow(rows, slots):
-            if has_drafts or not self.can_grow(requests, tokens):
+        if has_drafts:
+            drafted = [r for r, count in zip(requests, drafts, strict=True) if count]
+            slots = counts + np.array(drafts, dtype=np.int32)
+            if not (self._fork_rows(drafted) and self.memory.try_grow(rows, slots)):
+                self._drop_forks(drafted)
+                return False
+        elif not self.memory.try_grow(rows, counts):
+            if not self.can_grow(requests, tokens):
                 return False
             copied_bytes = self.memory.copied_bytes
             self.memory.grow(rows, counts)
         self._note_growth(requests, tokens, self.memory.copied_bytes - copied_bytes)
         return True
+
+    def _fork_rows(self, requests: Sequence[Request]) -> bool:
+        """Keep the KV before proposed tokens where they cannot be dropped; False: no room for it.
+
+        Proposed tokens change recurrent states and attention statistics, and take the places of
+        full-precision tokens. If one of them is wrong, the request goes on with the fork.
+        """
+        for request in requests:
+            if self._drops_newest(request):
+                continue
+            try:
+                request.memory.before_drafts = fork(self.memory, request.memory.row)
+            except OutOfPages:
+                return False
+        return True
+
+    def _drops_newest(self, request: Request) -> bool:
+        row, spec = request.memory.row, request.eviction.spec
+        counts = spec.cap is not None and spec.when != PREFILL_END
+        return not any(
+            group.page_class.per_page
+            or group.state is not None
+            or group.full_precision is not None
+            or group.promoted is not None
+            or (group.statistic is not None and counts)
+            for group in (table.group for table in self.memory.tables.values() if table.active[row])
+        )
+
+    def _drop_forks(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.memory.before_drafts >= 0:
+                self.memory.release([request.memory.before_drafts])
+                request.memory.before_drafts = -1
 
     def _note_growth(
         self, requests: Sequence[Request], tokens: Sequence[int], copied_bytes: int
@@ -382,19 +421,35 @@ class SequenceMemory:
             return
         block = self.prefix.block_tokens
         for request, count in zip(requests, tokens, strict=True):
+            if request.memory.before_drafts >= 0:
+                continue  # its tokens may be computed again: see `settle`
             if request.progress.num_computed % block + count >= block:
                 self.publish(request, request.progress.num_computed + count)
 
     def settle(self, request: Request, accepted: int, rejected: int) -> None:
-        """Count proposed tokens that were sampled, and drop the KV of the others."""
-        if rejected:
-            self.memory.drop_newest(request.memory.row, rejected)
-        before, prefix = request.progress.num_computed, self.prefix
-        request.progress.num_computed += accepted
-        if prefix is not None and accepted:
+        """Count proposed tokens that were sampled, and drop the KV of the others.
+
+        If the request goes on with a fork, all tokens of the step are computed again, as a chunk.
+        """
+        memory, progress, prefix = request.memory, request.progress, self.prefix
+        before = progress.num_computed
+        if memory.before_drafts >= 0:
+            if rejected:
+                self.note_peak(request)
+                memory.row, memory.before_drafts = memory.before_drafts, memory.row
+                progress.num_computed -= 1
+            else:
+                before -= 1
+            self._drop_forks([request])
+            if rejected:
+                return
+        elif rejected:
+            self.memory.drop_newest(memory.row, rejected)
+        progress.num_computed += accepted
+        if prefix is not None and progress.num_computed > before:
             block = prefix.block_tokens
-            if before // block != request.progress.num_computed // block:
-                self.publish(request, request.progress.num_computed)
+            if before // block != progress.num_computed // block:
+                self.publish(request, progress.num_computed)
                 self.confirm([request])
 
     def publish_known(self, requests: Sequence[Request]) -> None:
@@ -451,6 +506,8 @@ class SequenceMemory:
         assert prefix is not None, "a prefix cache"
         for request in requests:
             done, lease = request.progress.num_computed, request.memory.lease
+            if request.memory.before_drafts >= 0:
+                continue  # its states have read proposed tokens
             if lease is None or not request.eviction.exact or done % prefix.block_tokens:
                 continue
             every, decoded = self._checkpoint_tokens, done > len(request.prompt_token_ids)

@@ -11,31 +11,63 @@ So outputs are the same as without, for any sampling options. For a proposal tha
 is the rejection sampling of Leviathan et al. 2023 (arXiv 2211.17192): it is accepted with the
 probability that the model gives it, and what is sampled otherwise has the distribution of the rest.
 
-Proposals are copies of what followed the last tokens earlier in the prompt and the output (prompt
-lookup, Saxena 2023). How many are verified follows from the request's acceptance so far and from
-the measured time of a step by its number of tokens: see `DraftLengths`.
+Proposals are copies of what followed the last tokens earlier in the prompt and the output (`ngram`,
+prompt lookup, Saxena 2023), what followed most often there and in earlier outputs (`suffix`,
+SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975), or the greedy tokens of a smaller model
+(`draft`). How many are verified follows from the request's acceptance so far and from the measured
+time of a step by its number of tokens: see `DraftLengths`.
 
     ngram:tokens=8,min=2,max=4     at most 8 tokens after the same 2 to 4 last tokens
+    suffix:tokens=16,depth=24      at most 16 tokens that followed the last 24 tokens or fewer
+    draft:model=NAME,tokens=5      5 tokens of another model with the same vocabulary
     off                            no proposals
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Protocol, runtime_checkable
 
 from quire.errors import ConfigError, UnknownName
 from quire.layout.eviction import parse_policy
 
-OFF, NGRAM = "off", "ngram"
-RULES = (NGRAM, OFF)
+OFF, NGRAM, SUFFIX, DRAFT = "off", "ngram", "suffix", "draft"
+RULES = (NGRAM, SUFFIX, DRAFT, OFF)
 MAX_DRAFT_TOKENS = 64
-_VLLM_NAMES = {
-    "num_speculative_tokens": "tokens",
-    "prompt_lookup_min": "min",
-    "prompt_lookup_max": "max",
+# attributes of `SpeculativeSpec` by the options of a rule
+_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    NGRAM: {"tokens": "tokens", "min": "min_match", "max": "max_match"},
+    SUFFIX: {
+        "tokens": "tokens",
+        "depth": "max_match",
+        "factor": "factor",
+        "min_probability": "min_probability",
+        "outputs": "outputs",
+    },
+    DRAFT: {"model": "model", "tokens": "tokens"},
+}
+_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    NGRAM: {},
+    SUFFIX: {"tokens": 16, "max_match": 24},
+    DRAFT: {"tokens": 5},
+}
+_VLLM_METHODS = {"ngram": NGRAM, "suffix": SUFFIX, "draft_model": DRAFT}
+_VLLM_NAMES: Mapping[str, Mapping[str, str]] = {
+    NGRAM: {"prompt_lookup_min": "min", "prompt_lookup_max": "max"},
+    SUFFIX: {
+        "suffix_decoding_max_tree_depth": "depth",
+        "suffix_decoding_max_spec_factor": "factor",
+        "suffix_decoding_min_token_prob": "min_probability",
+        "suffix_decoding_max_cached_requests": "outputs",
+    },
+    DRAFT: {"model": "model"},
 }
 _MEMORY = 0.9  # weight of what was learned before a step
 _PROBE = 16  # one in this number of proposals is verified although it does not pay
+_PLACES = 32  # most places of a text that are compared with its end
+_LENGTHS = 4  # lengths of equal tokens that are tried, the longest first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +76,26 @@ class SpeculativeSpec:
 
     Attributes:
         text: as written.
+        rule: `ngram`, `suffix` or `draft`.
         tokens: most proposed tokens of a step.
-        min_match, max_match: numbers of last tokens that must have occurred before; the longest
-            such occurrence, and of these the newest, is continued.
+        min_match, max_match: numbers of last tokens that must have occurred before. With `ngram`
+            the longest such occurrence, and of these the newest, is continued.
+        factor: most proposed tokens for each of the last tokens that occurred before (`suffix`).
+        min_probability: proposals end before a token whose estimated probability is less, from 0 to
+            1 (`suffix`).
+        outputs: finished outputs of the same tenant whose tokens are proposed too (`suffix`).
+        model: name or folder of the draft model (`draft`).
     """
 
     text: str
+    rule: str = NGRAM
     tokens: int = 8
     min_match: int = 2
     max_match: int = 4
+    factor: float = 1.0
+    min_probability: float = 0.1
+    outputs: int = 200
+    model: str = ""
 
     def __post_init__(self) -> None:
         if not 1 <= self.tokens <= MAX_DRAFT_TOKENS:
@@ -64,6 +107,21 @@ class SpeculativeSpec:
                 f"{self.text!r}: expected 1 <= min <= max, got min={self.min_match} and "
                 f"max={self.max_match}"
             )
+        if self.rule == SUFFIX and self.max_match < 2:
+            raise ConfigError(f"{self.text!r}: expected depth of 2 or more, got {self.max_match}")
+        if not 0 < self.factor <= MAX_DRAFT_TOKENS:
+            raise ConfigError(
+                f"{self.text!r}: expected factor above 0 and up to {MAX_DRAFT_TOKENS}, got "
+                f"{self.factor}"
+            )
+        if not 0 <= self.min_probability <= 1:
+            raise ConfigError(
+                f"{self.text!r}: expected min_probability from 0 to 1, got {self.min_probability}"
+            )
+        if self.outputs < 0:
+            raise ConfigError(f"{self.text!r}: expected outputs of 0 or more, got {self.outputs}")
+        if self.rule == DRAFT and not self.model:
+            raise ConfigError(f"{self.text!r}: expected model=NAME, the draft model")
 
 
 def parse_speculative(text: str) -> SpeculativeSpec | None:
@@ -82,7 +140,7 @@ def parse_speculative(text: str) -> SpeculativeSpec | None:
         if parsed.options:
             raise ConfigError(f"expected off without options, got {text!r}")
         return None
-    return _spec(text, parsed.options)
+    return _spec(text, parsed.name, parsed.options)
 
 
 def _of_json(text: str) -> SpeculativeSpec:
@@ -91,28 +149,54 @@ def _of_json(text: str) -> SpeculativeSpec:
     except json.JSONDecodeError as error:
         raise ConfigError(f"expected JSON of speculative decoding, got {text!r}: {error}") from None
     method = found.pop("method", None)
-    if method != NGRAM:
-        raise ConfigError(f'{text!r}: expected "method": "ngram", got {method!r}')
-    unknown = [name for name in found if name not in _VLLM_NAMES]
+    if method not in _VLLM_METHODS:
+        known = ", ".join(f'"{name}"' for name in _VLLM_METHODS)
+        raise ConfigError(f'{text!r}: expected "method" as one of {known}, got {method!r}')
+    rule = _VLLM_METHODS[method]
+    names = {"num_speculative_tokens": "tokens", **_VLLM_NAMES[rule]}
+    unknown = [name for name in found if name not in names]
     if unknown:
-        raise UnknownName("option of speculative decoding", unknown[0], tuple(_VLLM_NAMES))
-    return _spec(text, {_VLLM_NAMES[name]: value for name, value in found.items()})
+        raise UnknownName("option of speculative decoding", unknown[0], tuple(names))
+    return _spec(text, rule, {names[name]: value for name, value in found.items()})
 
 
-def _spec(text: str, options: Mapping[str, object]) -> SpeculativeSpec:
-    names = {"tokens": "tokens", "min": "min_match", "max": "max_match"}
-    for name in options:
+def _spec(text: str, rule: str, options: Mapping[str, object]) -> SpeculativeSpec:
+    names, plain = _OPTIONS[rule], SpeculativeSpec(text=text)
+    values: dict[str, object] = dict(_DEFAULTS[rule])
+    for name, value in options.items():
         if name not in names:
-            raise UnknownName("option of ngram", name, tuple(names))
-    try:
-        numbers = {names[name]: int(str(value)) for name, value in options.items()}
-    except ValueError:
-        raise ConfigError(f"expected whole numbers of {', '.join(names)}, got {text!r}") from None
-    if "max_match" not in numbers:
-        numbers["max_match"] = max(4, numbers.get("min_match", 0))
-    elif "min_match" not in numbers:
-        numbers["min_match"] = min(2, numbers["max_match"])
-    return SpeculativeSpec(text=text, **numbers)
+            raise UnknownName(f"option of {rule}", name, tuple(names))
+        kind = type(getattr(plain, names[name]))
+        try:
+            values[names[name]] = kind(str(value))
+        except ValueError:
+            wanted = "a number" if kind is float else "a whole number"
+            raise ConfigError(f"expected {name} as {wanted}, got {text!r}") from None
+    if rule == NGRAM and "max_match" not in values:
+        values["max_match"] = max(plain.max_match, int(str(values.get("min_match", 0))))
+    elif "min_match" not in values:
+        values["min_match"] = min(plain.min_match, int(str(values.get("max_match", 2))))
+    return replace(plain, rule=rule, **values)  # type: ignore[arg-type]
+
+
+# ---- proposals -----------------------------------------------------------------------------------
+
+
+@runtime_checkable  # for the shape checks in tests
+class Proposer(Protocol):
+    """Proposes the next tokens of one request's text."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the text so far."""
+
+    def propose(self, new_tokens: Sequence[int], count: int) -> list[int]:
+        """Add tokens to the text; return tokens that may follow it.
+
+        Args:
+            new_tokens: the text after the tokens that were added before.
+            count: most tokens to return.
+        """
 
 
 class Lookup:
@@ -128,12 +212,7 @@ class Lookup:
         self._tokens: list[int] = []
 
     def propose(self, new_tokens: Sequence[int], count: int) -> list[int]:
-        """Add tokens to the text; return the tokens that followed its last ones before.
-
-        Args:
-            new_tokens: the text after the tokens that were added before.
-            count: most tokens to return.
-        """
+        """Return the tokens that followed the last ones before; see `Proposer`."""
         tokens, ends = self._tokens, self._ends
         for token in new_tokens:
             end = len(tokens)
@@ -153,8 +232,136 @@ class Lookup:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the text so far."""
         return len(self._tokens)
+
+
+Place = tuple[Sequence[int], int]  # a text, and the number of its tokens before the place
+Pair = tuple[int, int]
+
+
+class EarlierOutputs:
+    """Places in the outputs of finished requests, by the two tokens before them.
+
+    Args:
+        max_outputs: outputs of a tenant that are kept, and at least half of it.
+    """
+
+    def __init__(self, max_outputs: int) -> None:
+        self._half = -(-max_outputs // 2)
+        self._newer: dict[object, dict[Pair, deque[Place]]] = {}
+        self._older: dict[object, dict[Pair, deque[Place]]] = {}
+        self._counts = Counter[object]()
+
+    def add(self, owner: object, tokens: Sequence[int]) -> None:
+        """Keep an output for later requests of the same owner."""
+        if not self._half:
+            return
+        if self._counts[owner] == self._half:
+            self._older[owner], self._newer[owner] = self._newer[owner], {}
+            self._counts[owner] = 0
+        self._counts[owner] += 1
+        text, places = list(tokens), self._newer.setdefault(owner, {})
+        for end, pair in enumerate(pairwise(text), 2):
+            if end < len(text):
+                places.setdefault(pair, deque(maxlen=_PLACES)).append((text, end))
+
+    def places(self, owner: object, pair: Pair) -> Iterator[Place]:
+        """Yield the places after two tokens, the newest first."""
+        for of_owner in (self._newer.get(owner), self._older.get(owner)):
+            yield from reversed(() if of_owner is None else of_owner.get(pair, ()))
+
+
+class SuffixLookup:
+    """What followed the last tokens of a text most often, in it and in earlier outputs.
+
+    For each number of last tokens that occurred before, the tokens that followed are continued by
+    the most frequent one; its frequency is its probability. The number whose proposal has the
+    highest sum of the probabilities of its tokens, which is the expected number of right ones, is
+    chosen (SuffixDecoding, section 4).
+
+    Differs from the paper: occurrences are compared in place of a suffix tree, of which the newest
+    32 and the longest 4 numbers of equal tokens are read; proposals are one sequence, not a tree.
+
+    Args:
+        spec: the rule.
+        earlier: outputs of earlier requests.
+        owner: whose outputs may be proposed.
+    """
+
+    def __init__(self, spec: SpeculativeSpec, earlier: EarlierOutputs, owner: object) -> None:
+        self._spec, self._earlier, self._owner = spec, earlier, owner
+        self._tokens: list[int] = []
+        self._ends: dict[Pair, deque[int]] = defaultdict(lambda: deque(maxlen=_PLACES))
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    def propose(self, new_tokens: Sequence[int], count: int) -> list[int]:
+        tokens = self._tokens
+        for token in new_tokens:
+            if len(tokens) > 1:
+                self._ends[tokens[-2], tokens[-1]].append(len(tokens))
+            tokens.append(token)
+        by_length: dict[int, list[Place]] = {}
+        for place in self._places():
+            by_length.setdefault(self._equal(place), []).append(place)
+        best, best_score, places = list[int](), 0.0, list[Place]()
+        for length in sorted(by_length, reverse=True)[:_LENGTHS]:
+            places += by_length[length]
+            ahead, score = self._most_frequent(
+                places, min(count, max(1, int(self._spec.factor * length)))
+            )
+            if score > best_score:
+                best, best_score = ahead, score
+        return best
+
+    def _places(self) -> list[Place]:
+        if len(self._tokens) < 2:
+            return []
+        pair = self._tokens[-2], self._tokens[-1]
+        own = [(self._tokens, end) for end in reversed(self._ends.get(pair, ()))]
+        return (own + list(self._earlier.places(self._owner, pair)))[:_PLACES]
+
+    def _equal(self, place: Place) -> int:
+        """Number of tokens before a place that equal the last tokens of the text."""
+        (text, end), tokens = place, self._tokens
+        most = min(self._spec.max_match, end, len(tokens))
+        equal = 2
+        while equal < most and text[end - equal - 1] == tokens[-equal - 1]:
+            equal += 1
+        return equal
+
+    def _most_frequent(self, places: Iterable[Place], count: int) -> tuple[list[int], float]:
+        """Return the most frequent continuation, and the sum of its tokens' probabilities."""
+        left, ahead, probability, score = list(places), list[int](), 1.0, 0.0
+        while len(ahead) < count:
+            following = [
+                (text[end + len(ahead)], (text, end))
+                for text, end in left
+                if end + len(ahead) < len(text)
+            ]
+            if not following:
+                break
+            token, times = Counter(token for token, _ in following).most_common(1)[0]
+            probability *= times / len(left)
+            if probability < self._spec.min_probability:
+                break
+            score += probability
+            ahead.append(token)
+            left = [place for found, place in following if found == token]
+        return ahead, score
+
+
+class DraftModelTokens:
+    """Places for the tokens of a draft model, which the runner computes before it verifies them."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    def propose(self, new_tokens: Sequence[int], count: int) -> list[int]:
+        self.num_tokens += len(new_tokens)
+        return [0] * count
 
 
 @dataclass(slots=True, kw_only=True)
@@ -163,14 +370,14 @@ class Drafts:
 
     Attributes:
         spec: its rule.
-        lookup: its text so far.
+        proposer: proposes tokens of its text.
         token_ids: proposed tokens that the step being planned or computed verifies.
         num_accepted: those of them that were sampled.
         proposed, accepted: all of earlier steps.
     """
 
     spec: SpeculativeSpec
-    lookup: Lookup
+    proposer: Proposer
     token_ids: list[int] = field(default_factory=list)
     num_accepted: int = 0
     proposed: int = 0
@@ -179,10 +386,6 @@ class Drafts:
     _right: float = 1.0
     _tried: float = 1.5
     _unused: int = 0
-
-    @classmethod
-    def of(cls, spec: SpeculativeSpec) -> "Drafts":
-        return cls(spec=spec, lookup=Lookup(spec.min_match, spec.max_match))
 
     @property
     def rate(self) -> float:
@@ -227,6 +430,33 @@ class DraftCounts:
         """Count a proposal."""
         self.count, self.tokens = self.count + 1, self.tokens + tokens
         self.accepted += accepted
+
+
+class Proposals:
+    """Makes the proposers of requests, which may share earlier outputs.
+
+    Args:
+        spec: the rule of the engine.
+    """
+
+    def __init__(self, spec: SpeculativeSpec) -> None:
+        self._spec = spec
+        self._earlier = EarlierOutputs(spec.outputs if spec.rule == SUFFIX else 0)
+
+    def begin(self, spec: SpeculativeSpec, owner: object) -> Drafts:
+        """Return the proposals of a new request."""
+        proposer: Proposer
+        if spec.rule == SUFFIX:
+            proposer = SuffixLookup(spec, self._earlier, owner)
+        elif spec.rule == DRAFT:
+            proposer = DraftModelTokens()
+        else:
+            proposer = Lookup(spec.min_match, spec.max_match)
+        return Drafts(spec=spec, proposer=proposer)
+
+    def end(self, owner: object, output_token_ids: Sequence[int]) -> None:
+        """Keep the output of a finished request for later proposals."""
+        self._earlier.add(owner, output_token_ids)
 
 
 class DraftLengths:
