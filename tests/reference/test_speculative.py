@@ -120,8 +120,7 @@ def both(options, params, prompts=PROMPTS, **changes):
         found.append(answer(engine, requests))
         engine.check()
         NearlyRight.known = [
-            prompts[name] + list(tokens)
-            for (name, _), tokens in found[-1].tokens.items()
+            prompts[name] + list(tokens) for (name, _), tokens in found[-1].tokens.items()
         ]
     return *found, engine
 

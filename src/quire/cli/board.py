@@ -22,6 +22,7 @@ from quire.evals.pace import Pace
 from quire.layout.eviction import PREFILL_END
 from quire.layout.extras import has_extra
 from quire.layout.options import option
+from quire.layout.sizes import parse_size
 
 if TYPE_CHECKING:
     from quire.evals.board.result import BoardResult
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 RESULT_FILE = "board.json"
 _GRID, _GRID_OPTIONS = Grid(), ("rules", "budgets", "schedules", "codecs", "sparse")
 _SHOWN = 20
-_PROMPTS, _QUICK_PROMPTS = 30, 6
+_PROMPTS, _QUICK_PROMPTS, _QUICK_MEMORY = 30, 6, "1GiB"
 _QUICK = (
     Grid(rules=("recent:sinks=4", "snapkv", "keydiff"), budgets=("50%",), codecs=("none",)),
     Grid(rules=("snapkv", "keydiff"), budgets=("50%",), schedules=(PREFILL_END,), codecs=("int8",)),
@@ -72,7 +73,12 @@ class BoardFlags:
         "and sparse. It replaces these five options.",
         metavar="FILE",
     )
-    quick: bool = option(False, help="Run 10 entries with few prompts, not the grid.", common=True)
+    quick: bool = option(
+        False,
+        help=f"Run 10 entries with few prompts, not the grid, with --kv-memory {_QUICK_MEMORY} "
+        "unless another size is given.",
+        common=True,
+    )
     tasks: str = option(
         "niah,facts,quote,repeats,labels,summary,perplexity",
         help="Tasks; quire eval tasks lists them.",
@@ -156,6 +162,8 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
         evict_before_question=flags.evict_before_question,
     )
     counts = _confirm_counts(flags, config)
+    if flags.quick and settings.kv.memory is None:
+        settings = replace(settings, kv=replace(settings.kv, memory=parse_size(_QUICK_MEMORY)))
     refuse_settings(settings, "board")
     prepare_folder(flags.out)
     pace = Pace(flags.time_limit, partial(typer.echo, err=True))

@@ -380,7 +380,8 @@ class Engine:
         started_s = time.perf_counter()
         with self._masks.computed(plan.requests, plan.tokens):
             results = self.runner.run(plan)
-        self.scheduler.learn(plan, time.perf_counter() - started_s)
+        # ranks that learn from equal times verify equally many proposed tokens
+        self.scheduler.learn(plan, self._lockstep.same(lambda: time.perf_counter() - started_s))
         forks = self.scheduler.note_launched(plan)
         self.times.steps_s += time.perf_counter() - started_s
         self.num_steps += 1

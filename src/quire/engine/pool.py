@@ -266,7 +266,6 @@ def _refuse_sparse(
 def _refuse_speculative(model: LoadedModel, config: KVConfig) -> None:
     """Refuse what speculative decoding cannot be combined with."""
     for is_limited, limit in (
-        (model.group.size > 1, limits.SPECULATIVE_RANKS),
         (bool(config.offload.kv_memory), limits.SPECULATIVE_OFFLOAD),
         (parse_sparse(config.sparse) is not None, limits.SPECULATIVE_SPARSE),
     ):

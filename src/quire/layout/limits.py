@@ -490,10 +490,10 @@ SPECULATIVE_SPARSE = _speculative(
     reason="each token selects pages of its own, so that one step verifies one token",
     instead="leave out --sparse" + _OR_STEPWISE,
 )
-SPECULATIVE_RANKS = _speculative(
-    other="`--tensor-parallel-size` above 1",
-    reason="the number of proposed tokens follows from times, which differ between ranks",
-    instead="leave out --speculative",
+SPECULATIVE_DRAFT_RANKS = _speculative(
+    other="a draft model and `--tensor-parallel-size` above 1",
+    reason="ranks would each load the whole draft model, and could propose other tokens",
+    instead="use ngram or suffix",
 )
 SPECULATIVE_DRAFT_STATES = _speculative(
     other="a draft model with recurrent states",

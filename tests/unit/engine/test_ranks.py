@@ -184,6 +184,18 @@ def test_sampled_tokens_and_beams_equal_those_of_one_rank(sampling: SamplingPara
     require_equal_tables(engines)
 
 
+@pytest.mark.parametrize("rule", ["ngram:tokens=4,min=1,max=2", "suffix:tokens=4,factor=4"])
+def test_ranks_verify_the_same_proposals(rule: str) -> None:
+    loops = [prompt[:4] * 6 for prompt in prompts()]
+    expected = outputs(engine_of_one_rank("llama", kv_config(memory=1 << 20)), loops)
+
+    schedule = replace(SCHEDULE, speculative=rule)
+    with rank_engines("llama", kv_config(memory=1 << 19), schedule) as engines:
+        assert outputs(engines[0], loops) == expected
+        assert engines[0].stats().draft_tokens
+    require_equal_tables(engines)
+
+
 def test_refused_and_cancelled_requests_leave_all_ranks_idle() -> None:
     kv = kv_config(memory=1 << 19, page_tokens=4, evict_allow="all")
     with rank_engines("llama", kv, SCHEDULE) as engines:
