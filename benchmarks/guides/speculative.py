@@ -67,7 +67,7 @@ def prompts_of(kind: str, number: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print the result as one line of JSON."""
     parsed = _parse(arguments)
-    claims: dict[str, object] = {}
+    claims: dict[str, int | float] = {}
     arms: dict[str, object] = {}
     for rule in parsed.rules.split(";"):
         llm = _open(parsed, rule)
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(envelope("speculative", claims, arms, vars(parsed))))
 
 
-def measured(llm: LLM, kind: str, users: int, parsed: Namespace) -> Mapping[str, object]:
+def measured(llm: LLM, kind: str, users: int, parsed: Namespace) -> Mapping[str, int | float]:
     """The rates of a kind of text, without and with proposals in turn."""
     plain, proposed = list[Run](), list[Run]()
     for round_ in range(parsed.rounds):
@@ -131,7 +131,7 @@ def run(llm: LLM, texts: Sequence[str], output_tokens: int, *, proposes: bool | 
     )
 
 
-def compared(parsed: Namespace, rule: str) -> Mapping[str, object]:
+def compared(parsed: Namespace, rule: str) -> Mapping[str, int | float]:
     """Outputs of many prompts in float32, without and with proposals.
 
     Outputs are equal up to near ties: where they part first, the two best tokens differ by less
@@ -178,8 +178,8 @@ def _encoded(llm: LLM, texts: Sequence[str]) -> Iterator[list[int]]:
     tokenizer = llm.model.require_tokenizer()
     for text in texts:
         messages = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        yield tokenizer.encode(str(text), add_special_tokens=False)
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        yield tokenizer.encode(str(prompt), add_special_tokens=False)
 
 
 def _parse(arguments: Sequence[str] | None) -> Namespace:
