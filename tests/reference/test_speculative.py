@@ -257,7 +257,7 @@ def test_what_followed_the_last_tokens_before_is_proposed(text, count, expected)
     ("text", "options", "expected"),
     [
         ([1, 2, 3, 4, 1, 2], "", [3, 4]),
-        ([1, 2, 3, 5, 1, 2, 4, 6, 1, 2, 3, 7, 1, 2], "factor=9", [3, 5]),  # 3 followed twice
+        ([1, 2, 3, 5, 1, 2, 4, 6, 1, 2, 3, 7, 1, 2], "factor=9", [3, 7, 1, 2]),  # the newest 3
         ([9, 1, 2, 4, 8, 1, 2, 3, 8, 1, 2, 3, 9, 1, 2], "factor=2", [4, 8, 1, 2]),  # 9 1 2 decides
         ([1, 2, 3, 5, 1, 2, 3, 6, 1, 2], "factor=9,min_probability=0.6", [3]),
         ([1, 2, 3, 4, 5, 1, 2], "factor=0.5", [3]),  # a half of two equal tokens
