@@ -254,7 +254,13 @@ MAX_LEAVES = 24
 
 def worst_against_replay(case: Case, seen: SeenLogits, ample: SeenLogits) -> tuple[float, int]:
     """Largest difference between logits of a run and of replays of its eviction traces."""
-    missing = [context for context in seen.logits if context not in ample.logits]
+    missing = [
+        context
+        for context in seen.logits
+        if context not in ample.logits
+        # wrong proposed tokens, which a replay would read as a prompt, where the rule never evicts
+        and "when=decode" not in str(seen.evict[context] or case.kv["evict"])
+    ]
     chosen = leaves(seen, missing)[:MAX_LEAVES]
     if not chosen:
         return 0.0, 0

@@ -162,9 +162,7 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
         evict_before_question=flags.evict_before_question,
     )
     counts = _confirm_counts(flags, config)
-    if flags.quick and settings.kv.memory is None:
-        settings = replace(settings, kv=replace(settings.kv, memory=parse_size(_QUICK_MEMORY)))
-    refuse_settings(settings, "board")
+    settings = _with_memory(settings, flags)
     prepare_folder(flags.out)
     pace = Pace(flags.time_limit, partial(typer.echo, err=True))
     with board_runner(settings, config, flags.out, pace) as runner:
@@ -201,6 +199,13 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
     complete = not found.entries_left and any(each.rule != FULL for each in config.entries)
     if complete and all(row.entry.rule == FULL for row in found.rows):
         raise typer.Exit(1)
+
+
+def _with_memory(settings: Settings, flags: BoardFlags) -> Settings:
+    if flags.quick and settings.kv.memory is None:
+        return replace(settings, kv=replace(settings.kv, memory=parse_size(_QUICK_MEMORY)))
+    refuse_settings(settings, "board")
+    return settings
 
 
 def _confirm_counts(flags: BoardFlags, config: "BoardConfig") -> dict[int, int]:

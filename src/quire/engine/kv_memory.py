@@ -92,6 +92,9 @@ def stored_as(
     dtype = plain_codec(decoder.dtype)
     written = stored_codec(codec, dtype, latent=spec.latent is not None)
     form = read_format(written)
+    if form.plain is None and not form.is_plain and any(layer.drafts for layer in spec.layers):
+        written = f"{written}+plain={dtype}"  # the type of the draft model's layers
+        form = read_format(written)
     pairs = [(form.key, form.value)]
     pairs += [(form.promoted.key, form.promoted.value)] if form.promoted else []
     sides = (zip(*both, strict=True) for both in product(pairs, spec.dims))

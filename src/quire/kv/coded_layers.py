@@ -127,7 +127,7 @@ def _read(
         ) from error
     found: dict[int, Constants] = {}
     for layer, spec in enumerate(model.layers):
-        if not spec.attends:
+        if not spec.attends or spec.drafts:
             continue
         own = {name: tensors.get(f"layers.{layer}.{name}") for name in codec.constants}
         missing = sorted(name for name, numbers in own.items() if numbers is None)

@@ -272,6 +272,7 @@ class LayerSpec:
             value.
         attends: whether it has attention; otherwise it has a state or only an MLP.
         state: its recurrent state; None: it has none.
+        drafts: whether it belongs to a draft model, whose keys and values are unquantized.
     """
 
     window: int | None = None
@@ -281,6 +282,7 @@ class LayerSpec:
     keys_from_values: bool = False
     attends: bool = True
     state: StateSpec | None = None
+    drafts: bool = False
 
     @property
     def stores(self) -> bool:

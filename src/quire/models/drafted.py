@@ -195,6 +195,7 @@ def _joined(ours: ModelSpec, theirs: ModelSpec) -> ModelSpec:
                 window=theirs.max_positions if whole else layer.window,
                 source=None if layer.source is None else ours.num_layers + layer.source,
                 heads=heads,
+                drafts=True,
             )
         )
     count = ours.num_layers + theirs.num_layers

@@ -525,7 +525,9 @@ class LaneCapacities:
         evictable = [
             r
             for r in requests
-            if r.eviction.spec.when == PRESSURE and r.eviction.next_replay is None
+            if r.eviction.spec.when == PRESSURE
+            and r.eviction.next_replay is None
+            and r.progress.num_computed >= r.progress.again_until
         ]
         for request in sorted(evictable, key=lambda r: (-int(lanes.held(r).sum()), r.order)):
             if request.is_running:

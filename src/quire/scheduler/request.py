@@ -130,6 +130,8 @@ class RequestProgress:
             are inputs of a later step; see `Scheduler.plan_ahead`.
         num_computed: computed tokens of this run, evicted ones included.
         furthest_tokens: most computed tokens of any earlier run.
+        again_until: tokens up to which outputs were sampled before their KV was dropped with wrong
+            proposed tokens; nothing is evicted before their KV is as it was.
         recomputed_tokens: tokens computed that an earlier run had computed already.
         cached_tokens: prompt tokens whose KV was found in a prefix cache of any tier, without
             tokens that the request had computed itself before.
@@ -147,6 +149,7 @@ class RequestProgress:
     num_pending: int = 0
     num_computed: int = 0
     furthest_tokens: int = 0
+    again_until: int = 0
     recomputed_tokens: int = 0
     cached_tokens: int = 0
     charged_tokens: int = 0

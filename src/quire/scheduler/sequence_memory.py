@@ -229,6 +229,7 @@ class SequenceMemory:
             request.progress.furthest_tokens, request.progress.num_computed
         )
         request.memory.row, request.progress.num_computed = -1, 0
+        request.progress.again_until = 0
         self.events.emit("freed", request, kv_bytes=kv_bytes, reason=reason)
 
     def resume(self, request: Request, row: int, length: int) -> None:
@@ -438,6 +439,7 @@ class SequenceMemory:
                 self.note_peak(request)
                 memory.row, memory.before_drafts = memory.before_drafts, memory.row
                 progress.num_computed -= 1
+                progress.again_until = before + accepted
             else:
                 before -= 1
             self._drop_forks([request])
