@@ -3,9 +3,9 @@
     python -m benchmarks.guides.speculative smollm2
 
 Every round runs each kind of text without proposals and with each rule, one after the other, in one
-engine for each rule. Rates are output tokens per second after the first token. With `--equal N`,
-outputs of N prompts in float32 are compared token by token. The last line of output is one JSON
-object.
+engine for each rule; rounds have different prompts. Rates are output tokens per second after the
+first token. With `--equal N`, outputs of N prompts in float32 are compared token by token. The last
+line of output is one JSON object.
 """
 
 import heapq
@@ -56,7 +56,9 @@ def prompts_of(kind: str, number: int) -> str:
             f"everything else exactly.\n\n{text}"
         )
     if kind == "code":
-        code = inspect.getsource(SOURCES[number % len(SOURCES)])[4_000 + 1_700 * number :][:1_600]
+        source = inspect.getsource(SOURCES[number % len(SOURCES)])
+        start = (4_000 + 1_700 * number) % (len(source) - 1_600)
+        code = source[start : start + 1_600]
         return (
             "Rename the first variable of this code to `renamed` and print the whole code again.\n"
             f"```python\n{code}\n```"
@@ -88,7 +90,7 @@ def measured(llm: LLM, kind: str, users: int, parsed: Namespace) -> Mapping[str,
     """The rates of a kind of text, without and with proposals in turn."""
     plain, proposed = list[Run](), list[Run]()
     for round_ in range(parsed.rounds):
-        texts = [prompts_of(kind, round_ * (users > 1) + user) for user in range(users)]
+        texts = [prompts_of(kind, round_ * users + user) for user in range(users)]
         for runs, wanted in ((plain, False), (proposed, None)):
             runs.append(run(llm, texts, parsed.output_tokens, proposes=wanted))
     count = users * parsed.output_tokens

@@ -407,9 +407,9 @@ SERVED = (("a", "b"), ("a", "b", "default"))  # tenants of the requests, in turn
 
 
 SPECULATIVE = {
-    "prompt lookup": "ngram:tokens=3,min=1,max=2",
-    "suffix proposals": "suffix:tokens=3,depth=4,factor=3",
-    "draft model": "draft:model=gemma3,tokens=3",
+    "prompt lookup": ("ngram:tokens=3,min=1,max=2", False),
+    "suffix proposals": ("suffix:tokens=3,depth=4,factor=3", False),
+    "draft model": ("draft:model=gemma3,tokens=3", True),
 }
 
 
@@ -549,9 +549,10 @@ OF_SCHEDULING = (
     *(
         Feature(
             *(name, "scheduling", f"`--speculative {text}`"),
-            *(setting(schedule={"speculative": text}), _verified, "speculative"),
+            setting(schedule={"speculative": text}, **({"units": (4.0, 6.0)} if model else {})),
+            *(_verified, "speculative"),
         )
-        for name, text in SPECULATIVE.items()
+        for name, (text, model) in SPECULATIVE.items()
     ),
 )
 

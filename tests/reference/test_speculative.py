@@ -1,6 +1,7 @@
 """Speculative decoding: outputs are those without, and the KV of wrong proposals is dropped."""
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import ClassVar
@@ -138,17 +139,76 @@ def test_outputs_are_those_without_proposals(options, params, verifies_all, monk
         assert rule != RULE or stats.draft_tokens > stats.accepted_draft_tokens > 0
 
 
-def test_a_draft_model_equal_to_the_model_is_right(verifies_all):
-    plain, got, engine = both({"rule": DRAFT, "draft": "llama"}, {"max_tokens": 17})
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"architecture": "mistral", "draft": "mistral"},
+        {"enable_prefix_caching": True},
+        {"schedule": {"batch_invariant": True}},
+        {"schedule": {"max_num_batched_tokens": 17}},
+        {"memory": "120KiB", "swap_space": "0"},
+        {"memory": "120KiB", "swap_space": "1MiB"},
+        {"architecture": "deepseek_v3", "draft": "deepseek_v3"},
+    ],
+)
+def test_a_draft_model_equal_to_the_model_is_right(options, verifies_all):
+    """So its KV is that of the tokens: none is missing, double or of another request."""
+    options = {"rule": DRAFT, "draft": "llama"} | options
+    plain, got, engine = both(options, {"max_tokens": 17})
     assert got.tokens == plain.tokens
     stats = engine.stats()
-    assert stats.accepted_draft_tokens == stats.draft_tokens == 3 * 3 * 4
+    assert stats.accepted_draft_tokens == stats.draft_tokens > 20
+
+
+def test_a_fork_begins_with_the_sampled_tokens(verifies_all, monkeypatch):
+    """Equal outputs of one prompt are forked where a decoding row ends the common tokens."""
+    monkeypatch.setattr(speculation, "Lookup", NearlyRight)
+    for room in ("21KiB", "26KiB", "32KiB"):
+        params = {"n": 2, "max_tokens": 40, "temperature": 0.0}
+        plain, got, _ = both({"swap_space": "0"}, params, memory=room)
+        assert got.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("options", [{}, {"architecture": "bamba"}, {"codec": "int8+residual=8"}])
+@pytest.mark.parametrize("method", ["sample", "plan"])
+def test_a_failed_step_forgets_its_proposals(options, method, verifies_all, monkeypatch):
+    monkeypatch.setattr(speculation, "Lookup", NearlyRight)
+    plain, _, _ = both(options, {})
+    engine, failures = engine_of(**options), iter(range(1, 60))
+
+    def failing(run):
+        def fails(*arguments):
+            if next(failures, 0) % 9 == 5:
+                raise RuntimeError("device lost")
+            return run(*arguments)
+
+        return fails
+
+    if method == "sample":
+        sampler = engine.sampling_step.sampler
+        monkeypatch.setattr(sampler, "sample", failing(sampler.sample))
+    else:
+        batcher = engine.scheduler.batcher
+        monkeypatch.setattr(batcher, "prefill_tokens", failing(batcher.prefill_tokens))
+    params, found = SamplingParams(max_tokens=24, temperature=0.0), dict[str, list[int]]()
+    for name, prompt in PROMPTS.items():
+        engine.submit(GenerationRequest(prompt, params, request_id=name))
+    while engine.has_work:
+        with suppress(RuntimeError):
+            for delta in engine.step():
+                found.setdefault(delta.request_id, []).extend(delta.token_ids)
+    engine.check()
+    assert found == {name: tokens for (name, _), tokens in plain.tokens.items()}
+    assert next(failures) > 9  # at least one step failed
 
 
 def test_preempted_requests_and_little_memory_change_no_output(verifies_all):
     """A proposal that finds no pages is not verified; no request is preempted for it."""
-    for room, swap in (("24KiB", "0"), ("24KiB", "1MiB"), ("40KiB", "0")):
-        options = {"swap_space": swap}
+    rooms = ("24KiB", "0", {}), ("24KiB", "1MiB", {}), ("40KiB", "0", {})
+    more = {"codec": "int8+residual=8"}, {"architecture": "bamba"}, {"evict": "h2o:cap=16,every=6"}
+    for room, swap, kv in (*rooms, *(("48KiB", "1MiB", kv) for kv in more)):
+        options = {"swap_space": swap} | kv
         plain, got, engine = both(options, {"max_tokens": 40}, memory=room)
         assert got.tokens == plain.tokens
         assert engine.stats().draft_tokens
@@ -281,8 +341,9 @@ def test_earlier_outputs_are_proposed_to_their_tenant_only():
     for number in range(2 * 4):
         proposals.end("a", [10 + number] * 3)
     assert ask("a") == []  # the oldest are dropped
-    spec = parse_speculative("suffix:outputs=0")
-    assert not Proposals(spec).end("a", [1, 2, 3])
+    none = Proposals(parse_speculative("suffix:outputs=0"))
+    none.end("a", [5, 6, 7, 8])
+    assert none.begin(spec, "a").proposer.propose([1, 5, 6], 4) == []
 
 
 def test_finished_outputs_serve_later_requests(verifies_all):

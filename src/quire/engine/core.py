@@ -28,6 +28,7 @@ from quire.errors import ConfigError, InvariantError, PolicyError, QuireError, R
 from quire.kernels.memory import keep_freed_memory
 from quire.kernels.native.sampling import row_sampling
 from quire.kv.prefix import PrefixBroadcast
+from quire.layout import limits
 from quire.layout.eviction import KEEP_ALL
 from quire.models.drafted import DraftedDecoder, with_draft
 from quire.models.loader import LoadedModel, load_model
@@ -380,8 +381,10 @@ class Engine:
         started_s = time.perf_counter()
         with self._masks.computed(plan.requests, plan.tokens):
             results = self.runner.run(plan)
-        # ranks that learn from equal times verify equally many proposed tokens
-        self.scheduler.learn(plan, self._lockstep.same(lambda: time.perf_counter() - started_s))
+        seconds = time.perf_counter() - started_s
+        if self.scheduler.proposes:  # ranks with equal times verify equally many proposed tokens
+            seconds = self._lockstep.same(lambda: time.perf_counter() - started_s)
+        self.scheduler.learn(plan, seconds)
         forks = self.scheduler.note_launched(plan)
         self.times.steps_s += time.perf_counter() - started_s
         self.num_steps += 1
@@ -435,6 +438,8 @@ def _with_draft_model(model: LoadedModel, schedule: ScheduleConfig) -> LoadedMod
     spec = parse_speculative(schedule.speculative)
     if spec is None or not spec.model or isinstance(model.decoder, DraftedDecoder):
         return model
+    if model.group.size > 1:
+        raise limits.refused(limits.SPECULATIVE_DRAFT_RANKS)
     dtype = str(model.decoder.dtype).removeprefix("torch.")
     draft = load_model(spec.model, dtype=dtype, device=str(model.decoder.device))
     return with_draft(model, draft)

@@ -256,7 +256,8 @@ def max_kv_bytes(
     for group in layout.groups:
         tokens = max_tokens if group.ordered else eviction.peak_tokens(max_tokens)
         lane_pages = group.page_class.pages_for(group.slots_at_most(tokens, chunk_tokens))
-        needed = lane_pages * group.num_lanes * schedule.num_rows
+        rows = schedule.rows_with_forks if group.private else schedule.num_rows
+        needed = lane_pages * group.num_lanes * rows
         pages[group.page_class] = pages.get(group.page_class, 0) + needed
     sizes = [page_class.page_bytes for page_class in pages]
     # an upper bound for the slab size of an arena of any size

@@ -48,16 +48,19 @@ def kv_fingerprint(pool: KVPool, model: LoadedModel) -> str:
 
     These are the weights, precision, codec, layout and byte order, and the format of records.
     """
-    if model.folder is not None:
-        weights: str | None = fingerprint_folder(model.folder)
-    else:
-        weights = fingerprint_decoder(model.decoder)
     parts = (
-        *(_FORMAT, sys.byteorder, weights or secrets.token_hex()),
+        *(_FORMAT, sys.byteorder, _weights_fingerprint(model)),
+        *([] if model.draft is None else [_weights_fingerprint(model.draft)]),
         *(pool.stored_as.fingerprint, layout_fingerprint(pool.kv.memory.layout)),
         *(["batch invariant"] if pool.batch_invariant else []),
     )
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _weights_fingerprint(model: LoadedModel) -> str:
+    if model.folder is not None:
+        return fingerprint_folder(model.folder)
+    return fingerprint_decoder(model.decoder) or secrets.token_hex()
 
 
 # All bytes are hashed: a fine-tuned model may differ from its base model in a few rows only.

@@ -146,7 +146,7 @@ def build_pool(
     choice = OffloadChoice(model, config, layout) if offload_bytes else None
     if choice is not None:
         choice.refuse_without_effect(offload_bytes, plan.eviction.spec.statistics)
-    refuse_too_many_rows(layout.groups, _table_rows(schedule))
+    refuse_too_many_rows(layout.groups, schedule.rows_with_forks)
     if member is None:
         make_store = partial(PageStore, device=device, mover=mover)
         memory = _own_memory(model, config, schedule, layout, plan, make_store, total_bytes)
@@ -158,7 +158,7 @@ def build_pool(
                 f"a KV memory of {config.memory} conflicts with a shared pool, which guarantees "
                 f"{member.guaranteed_bytes:,} B to {member.name!r}; leave memory at auto"
             )
-        memory = member.make_memory(layout, _table_rows(schedule), device, mover)
+        memory = member.make_memory(layout, schedule.rows_with_forks, device, mover)
     memory.arena.unpaged_bytes = bounds_bytes
     store, measured = store_of(memory), plan.stored_as.measured
     host = swap_space(memory, schedule, host_bytes, offload_bytes, model.group)
@@ -320,12 +320,6 @@ def _why_no_pre_rope(model: LoadedModel, config: KVConfig, schedule: ScheduleCon
     return model.decoder.prepare_pre_rope()
 
 
-def _table_rows(schedule: ScheduleConfig) -> int:
-    """Rows of page tables: those of the schedule, and their forks before proposed tokens."""
-    forks = parse_speculative(schedule.speculative) is not None
-    return schedule.num_rows * (2 if forks else 1)
-
-
 def _own_memory(
     model: LoadedModel,
     config: KVConfig,
@@ -341,7 +335,7 @@ def _own_memory(
     return KVMemory(
         layout,
         total_bytes,
-        _table_rows(schedule),
+        schedule.rows_with_forks,
         store=make_store,
         track_changes=device.type != "cpu",
         unite=model.group.union if model.group.size > 1 else None,

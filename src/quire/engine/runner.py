@@ -344,20 +344,24 @@ class Runner:
         if not isinstance(decoder, DraftedDecoder):
             return
         drafted = [request for request in plan.requests if request.draft_token_ids]
+        most = self._fixed_rows or self._step.batch_tokens
         for kind in sorted({_kind(request) for request in drafted}):
-            rows = [request for request in drafted if _kind(request) == kind]
-            for place in range(max(len(request.draft_token_ids) for request in rows)):
-                rows = [request for request in rows if place < len(request.draft_token_ids)]
-                parts = [
-                    RowPart(request, place, 1, len(request.draft_token_ids) - place)
-                    for request in rows
-                ]
-                batch = self._prepare(
-                    parts, WHOLE_STEP, InputTokens(None), last=self._last_draft
-                ).batch
-                tokens = decoder.draft_logits(batch, kind[0]).argmax(dim=-1).tolist()
-                for request, token in zip(rows, tokens, strict=False):  # without padding
-                    request.draft_token_ids[place] = token
+            of_kind = [request for request in drafted if _kind(request) == kind]
+            for start in range(0, len(of_kind), most):
+                self._propose_together(decoder, of_kind[start : start + most], kind[0])
+
+    def _propose_together(
+        self, decoder: DraftedDecoder, requests: Sequence[Request], variant: int
+    ) -> None:
+        for place in range(max(len(request.draft_token_ids) for request in requests)):
+            rows = [request for request in requests if place < len(request.draft_token_ids)]
+            parts = [
+                RowPart(request, place, 1, len(request.draft_token_ids) - place) for request in rows
+            ]
+            batch = self._prepare(parts, WHOLE_STEP, InputTokens(None), last=self._last_draft).batch
+            tokens = decoder.draft_logits(batch, variant).argmax(dim=-1).tolist()
+            for request, token in zip(rows, tokens, strict=False):  # without padding
+                request.draft_token_ids[place] = token
 
     def _run_by_layer(self, prefill: LayerPrefill) -> list[StepLogits | StepHidden]:
         """Compute prompts in chunks, one layer of all chunks after the other."""

@@ -150,12 +150,10 @@ def with_draft(model: LoadedModel, draft: LoadedModel) -> LoadedModel:
     """Return a model whose forwards run its draft model too.
 
     Raises:
-        UnsoundCombination: the draft model has recurrent states, or the model several ranks.
+        UnsoundCombination: the draft model has recurrent states.
         ConfigError: the models have other vocabularies or contexts.
     """
     ours, theirs = model.spec, draft.spec
-    if model.group.size > 1:
-        raise limits.refused(limits.SPECULATIVE_DRAFT_RANKS)
     if any(layer.state is not None for layer in theirs.layers):
         raise limits.refused(limits.SPECULATIVE_DRAFT_STATES)
     if theirs.max_positions < ours.max_positions:
@@ -175,6 +173,7 @@ def with_draft(model: LoadedModel, draft: LoadedModel) -> LoadedModel:
         decoder=decoder,
         spec=replace(decoder.spec, max_positions=ours.max_positions),
         weight_bytes=model.weight_bytes + draft.weight_bytes,
+        draft=draft,
     )
 
 

@@ -171,6 +171,7 @@ class LoadedModel:
     weight_codec: str = "auto"  # of linear layers: int8 or int4; "auto": none
     implementation: Implementation | None = None  # None if the model was built in memory
     group: TensorGroup = ONE_RANK
+    draft: "LoadedModel | None" = None  # its draft model, which `decoder` runs too
 
     @property
     def argument(self) -> str:

@@ -528,6 +528,7 @@ class LaneCapacities:
             if r.eviction.spec.when == PRESSURE
             and r.eviction.next_replay is None
             and r.progress.num_computed >= r.progress.again_until
+            and not r.draft_token_ids
         ]
         for request in sorted(evictable, key=lambda r: (-int(lanes.held(r).sum()), r.order)):
             if request.is_running:

@@ -152,6 +152,11 @@ class ScheduleConfig:
         return self.batching.num_rows(self.max_num_seqs)
 
     @property
+    def rows_with_forks(self) -> int:
+        """Rows of page tables: with speculative decoding also those before proposed tokens."""
+        return self.num_rows * (1 if self.speculative == "off" else 2)
+
+    @property
     def full_at(self) -> float:
         """Fraction (0 to 1) of KV memory use above which no request is admitted."""
         return min(self.low_watermark, self.scale_down_at or 1.0)

@@ -84,6 +84,7 @@ class Scheduler:
         preempter: chooses victims and swaps their KV out and in.
         peaks: page arithmetic.
         drafts: counters of speculative decoding.
+        proposes: whether there is speculative decoding.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Scheduler:
         self._evicts, self._longest_chunk = capacities.lanes is not None, config.longest_chunk
         self._last_plan, self._lengths = StepPlan(), DraftLengths()
         speculative = parse_speculative(config.speculative)
-        self._proposes = speculative is not None
+        self.proposes = speculative is not None
         self._proposals = None if speculative is None else Proposals(speculative)
         self.drafts = DraftCounts()
 
@@ -221,7 +222,7 @@ class Scheduler:
             decoding = whole_groups(first)
         if self._evicts:
             decoding = whole_groups(self.capacities.evict_to_capacity(decoding))
-        if self._proposes and self._add_with_drafts(plan, decoding):
+        if self.proposes and self._add_with_drafts(plan, decoding):
             return
         while decoding and not self.sequence_memory.try_grow(decoding, [1] * len(decoding)):
             if not self.capacities.free_for(decoding, self.running):
@@ -254,37 +255,51 @@ class Scheduler:
         """Propose tokens of decoding rows; return their number for each, 0 without."""
         assert self._proposals is not None, "only called with speculative decoding"
         counts = [0] * len(decoding)
-        found: list[tuple[int, Drafts]] = []
+        found: list[tuple[int, Drafts, int]] = []
         for index, request in enumerate(decoding):
             most, spec = self._max_draft_tokens(request), request.spec.speculative
             if most > 0 and spec is not None:
-                drafts = request.drafts = request.drafts or self._proposals.begin(
-                    spec, _owner(request)
-                )
-                new = request.token_ids(drafts.proposer.num_tokens, request.num_tokens)
-                drafts.token_ids = drafts.proposer.propose(new, most)
-                found += [(index, drafts)] if drafts.token_ids else []
+                drafts = request.drafts or self._proposals.begin(spec, _owner(request))
+                request.drafts = drafts
+                found.append((index, drafts, most))
         if not found:
             return counts
-        room = self.step_size.tokens - len(plan.requests) - len(decoding)
-        proposed = [(drafts, len(drafts.token_ids)) for _, drafts in found]
-        lengths = self._lengths.choose(len(decoding), proposed)
-        for (index, drafts), length in zip(found, lengths, strict=True):
-            counts[index] = min(length, room)
-            room -= counts[index]
-            drafts.token_ids = drafts.token_ids[: counts[index]]
+        room = self._room_for_drafts(plan, decoding)
+        lengths = self._lengths.choose(
+            len(decoding), [(drafts, min(most, room)) for _, drafts, most in found]
+        )
+        for (index, drafts, _), length in zip(found, lengths, strict=True):
+            if min(length, room) > 0:
+                request, proposer = decoding[index], drafts.proposer
+                new = request.token_ids(proposer.num_tokens, request.num_tokens)
+                drafts.token_ids = proposer.propose(new, min(length, room))
+                counts[index] = len(drafts.token_ids)
+                room -= counts[index]
         return counts
+
+    def _room_for_drafts(self, plan: StepPlan, decoding: Sequence[Request]) -> int:
+        """Most proposed tokens of a step; a half of the step is for prompts, if there are any."""
+        most, rows = self.step_size.tokens, len(plan.requests) + len(decoding)
+        if len(self.running) > rows or len(self.waiting):
+            most //= 2
+        return max(0, most - rows)
 
     def _max_draft_tokens(self, request: Request) -> int:
         """Most tokens that may be proposed for a decoding row."""
         spec, done = request.spec.speculative, request.progress.num_computed
         if spec is None or done < len(request.prompt_token_ids) or request.progress.num_pending:
             return 0
+        if request.group is not None and any(f.parent is request for f in request.group.forks):
+            return 0  # a fork would begin with the KV of proposed tokens
         most = min(spec.tokens, request.params.max_tokens - request.num_output_tokens - 1)
         if self._evicts:  # no eviction becomes due between its tokens
             most = min(most, free_tokens(request, self.capacities.lanes) - 1)
-        to_chunk_end = self.memory.layout.until_chunk_end(done)
-        return most if to_chunk_end is None else min(most, to_chunk_end - 1)
+        for to_end in (
+            self.memory.layout.until_chunk_end(done),
+            self.sequence_memory.until_checkpoint(request),
+        ):
+            most = most if to_end is None else min(most, to_end - 1)
+        return most
 
     # ---- prefill -------------------------------------------------------------------------------
 
@@ -672,12 +687,13 @@ class Scheduler:
             seconds: its duration.
         """
         self.step_size.learn(plan.computed_tokens)
-        if self._proposes and plan.requests and plan.num_decoding == len(plan.requests):
+        if self.proposes and plan.requests and plan.num_decoding == len(plan.requests):
             self._lengths.learn(sum(plan.tokens), seconds)
         swapper = self.preempter.swapper
         if (
             swapper is not None
             and len(plan.requests) == 1
+            and not plan.num_decoding
             and plan.tokens[0] > 1 > len(plan.scored)
         ):
             swapper.costs.read(plan.tokens[0], plan.requests[0].progress.num_computed, seconds)
@@ -693,7 +709,7 @@ class Scheduler:
         Returns:
             The requests of the step.
         """
-        _withdraw_drafts(plan.requests)
+        _withdraw_drafts(plan.requests or self.running)
         failed = [r for r in plan.requests or self.running if r.is_running]
         others = (r for r in self.running if r not in failed)
         sharing = [r for r in others if self.sequence_memory.shares_unwritten(r)]
@@ -765,8 +781,9 @@ class Scheduler:
 
     def finish(self, request: Request, reason: str = FINISHED) -> None:
         """End a request in any state and free its pages."""
+        ends = reason == FINISHED and request.is_running
         self.lifecycle.finish(request, reason)
-        if self._proposals is not None and reason == FINISHED:
+        if self._proposals is not None and ends and request.spec.speculative is not None:
             self._proposals.end(_owner(request), request.output_token_ids)
 
     def take_failures(self) -> list[Failure]:
@@ -810,7 +827,7 @@ def _owner(request: Request) -> object:
 def _withdraw_drafts(requests: Sequence[Request]) -> None:
     for request in requests:
         if request.drafts is not None:
-            request.drafts.token_ids = []
+            request.drafts.withdraw()
 
 
 def scheduler_of(

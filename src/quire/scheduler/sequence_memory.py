@@ -5,6 +5,7 @@ of a request's prefix determines which other requests may share its KV.
 """
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -23,7 +24,7 @@ from quire.kv.prefix import (
     private_salt,
     root_key,
 )
-from quire.kv.sharing import fork
+from quire.kv.sharing import fork, statistics_pages
 from quire.layout.eviction import PREFILL_END, PRESSURE
 from quire.layout.pages import PageClass
 from quire.scheduler.events import EventLog
@@ -369,6 +370,7 @@ class SequenceMemory:
         if has_drafts:
             drafted = [r for r, count in zip(requests, drafts, strict=True) if count]
             slots = counts + np.array(drafts, dtype=np.int32)
+            self._free_for_drafts(rows, slots, drafted)
             if not (self._fork_rows(drafted) and self.memory.try_grow(rows, slots)):
                 self._drop_forks(drafted)
                 return False
@@ -379,6 +381,20 @@ class SequenceMemory:
             self.memory.grow(rows, counts)
         self._note_growth(requests, tokens, self.memory.copied_bytes - copied_bytes)
         return True
+
+    def _free_for_drafts(
+        self, rows: NDArray[np.int64], slots: NDArray[np.int32], drafted: Sequence[Request]
+    ) -> None:
+        """Evict cached prefixes for the pages of proposed tokens, of forks and of their copies."""
+        pages = Counter(self.memory.pages_to_grow(rows, slots))
+        for request in drafted:
+            if not self._drops_newest(request):
+                row = request.memory.row
+                pages.update(statistics_pages(self.memory, row))
+                for table in self.memory.tables.values():  # a copy of the newest page of each lane
+                    if table.active[row] and not table.group.private:
+                        pages[table.group.page_class] += table.group.num_lanes
+        self.evict_cached(dict(pages))
 
     def _fork_rows(self, requests: Sequence[Request]) -> bool:
         """Keep the KV before proposed tokens where they cannot be dropped; False: no room for it.
@@ -440,6 +456,7 @@ class SequenceMemory:
                 memory.row, memory.before_drafts = memory.before_drafts, memory.row
                 progress.num_computed -= 1
                 progress.again_until = before + accepted
+                progress.charged_tokens = max(progress.charged_tokens, before + accepted)
             else:
                 before -= 1
             self._drop_forks([request])
@@ -520,6 +537,13 @@ class SequenceMemory:
             saved = prefix.snapshot(lease, request.memory.row, replaced=last)
             if saved and decoded and self._has_states:
                 request.memory.checkpoint = None if stays else lease.nodes[-1]
+
+    def until_checkpoint(self, request: Request) -> int | None:
+        """Tokens up to the end of a block after which recurrent states are saved; None: no end."""
+        if self.prefix is None or not self._has_states or request.memory.lease is None:
+            return None
+        block = self.prefix.block_tokens
+        return block - request.progress.num_computed % block
 
     def withdraw(self) -> None:
         """After a failed step: remove the blocks that it published."""

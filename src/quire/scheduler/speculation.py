@@ -24,7 +24,7 @@ time of a step by its number of tokens: see `DraftLengths`.
 """
 
 import json
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -66,6 +66,7 @@ _VLLM_NAMES: Mapping[str, Mapping[str, str]] = {
 }
 _MEMORY = 0.9  # weight of what was learned before a step
 _PROBE = 16  # one in this number of proposals is verified although it does not pay
+_INDEXED = 65_536  # newest tokens of a text, and tokens of outputs, whose places are known
 _PLACES = 32  # most places of a text that are compared with its end
 _LENGTHS = 4  # lengths of equal tokens that are tried, the longest first
 
@@ -83,7 +84,8 @@ class SpeculativeSpec:
         factor: most proposed tokens for each of the last tokens that occurred before (`suffix`).
         min_probability: proposals end before a token whose estimated probability is less, from 0 to
             1 (`suffix`).
-        outputs: finished outputs of the same tenant whose tokens are proposed too (`suffix`).
+        outputs: finished outputs that are kept; a request is proposed those of its own tenant and
+            `cache_salt` (`suffix`).
         model: name or folder of the draft model (`draft`).
     """
 
@@ -214,9 +216,10 @@ class Lookup:
     def propose(self, new_tokens: Sequence[int], count: int) -> list[int]:
         """Return the tokens that followed the last ones before; see `Proposer`."""
         tokens, ends = self._tokens, self._ends
+        first = len(tokens) + len(new_tokens) - _INDEXED
         for token in new_tokens:
             end = len(tokens)
-            for size in self._sizes:
+            for size in self._sizes if end >= first else ():
                 if size <= end:
                     ends[tuple(tokens[end - size :])] = end
             tokens.append(token)
@@ -224,7 +227,7 @@ class Lookup:
             found = ends.get(tuple(tokens[-size:])) if size <= len(tokens) else None
             if found is not None:
                 # a text that repeats itself is continued beyond its end
-                ahead = tokens[found:]
+                ahead = tokens[found : found + count]
                 while len(ahead) < count:
                     ahead = ahead + ahead
                 return ahead[:count]
@@ -243,32 +246,32 @@ class EarlierOutputs:
     """Places in the outputs of finished requests, by the two tokens before them.
 
     Args:
-        max_outputs: outputs of a tenant that are kept, and at least half of it.
+        max_outputs: outputs that are kept, of all owners; of these at least the newer half.
     """
 
     def __init__(self, max_outputs: int) -> None:
         self._half = -(-max_outputs // 2)
-        self._newer: dict[object, dict[Pair, deque[Place]]] = {}
-        self._older: dict[object, dict[Pair, deque[Place]]] = {}
-        self._counts = Counter[object]()
+        self._newer: dict[object, dict[Pair, list[Place]]] = {}
+        self._older: dict[object, dict[Pair, list[Place]]] = {}
+        self._outputs = self._tokens = 0  # of the newer ones
 
     def add(self, owner: object, tokens: Sequence[int]) -> None:
         """Keep an output for later requests of the same owner."""
-        if not self._half:
+        if not self._half or len(tokens) <= 2:  # nothing follows a pair
             return
-        if self._counts[owner] == self._half:
-            self._older[owner], self._newer[owner] = self._newer[owner], {}
-            self._counts[owner] = 0
-        self._counts[owner] += 1
-        text, places = list(tokens), self._newer.setdefault(owner, {})
-        for end, pair in enumerate(pairwise(text), 2):
-            if end < len(text):
-                places.setdefault(pair, deque(maxlen=_PLACES)).append((text, end))
+        if self._outputs == self._half or self._tokens >= _INDEXED:
+            self._older, self._newer, self._outputs, self._tokens = self._newer, {}, 0, 0
+        text, places = list(tokens[-_INDEXED:]), self._newer.setdefault(owner, {})
+        self._outputs, self._tokens = self._outputs + 1, self._tokens + len(text)
+        for end, pair in enumerate(pairwise(text[:-1]), 2):
+            of_pair = places.setdefault(pair, [])
+            of_pair.append((text, end))
+            del of_pair[:-_PLACES]
 
     def places(self, owner: object, pair: Pair) -> Iterator[Place]:
         """Yield the places after two tokens, the newest first."""
-        for of_owner in (self._newer.get(owner), self._older.get(owner)):
-            yield from reversed(() if of_owner is None else of_owner.get(pair, ()))
+        for of_owner in (self._newer.get(owner, {}), self._older.get(owner, {})):
+            yield from reversed(of_owner.get(pair, ()))
 
 
 class SuffixLookup:
@@ -291,7 +294,7 @@ class SuffixLookup:
     def __init__(self, spec: SpeculativeSpec, earlier: EarlierOutputs, owner: object) -> None:
         self._spec, self._earlier, self._owner = spec, earlier, owner
         self._tokens: list[int] = []
-        self._ends: dict[Pair, deque[int]] = defaultdict(lambda: deque(maxlen=_PLACES))
+        self._ends: dict[Pair, list[int]] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -299,9 +302,12 @@ class SuffixLookup:
 
     def propose(self, new_tokens: Sequence[int], count: int) -> list[int]:
         tokens = self._tokens
+        first = max(2, len(tokens) + len(new_tokens) - _INDEXED)
         for token in new_tokens:
-            if len(tokens) > 1:
-                self._ends[tokens[-2], tokens[-1]].append(len(tokens))
+            if len(tokens) >= first:
+                ends = self._ends.setdefault((tokens[-2], tokens[-1]), [])
+                ends.append(len(tokens))
+                del ends[:-_PLACES]
             tokens.append(token)
         by_length: dict[int, list[Place]] = {}
         for place in self._places():
@@ -405,6 +411,10 @@ class Drafts:
         self.proposed, self.accepted = self.proposed + count, self.accepted + right
         self.token_ids, self.num_accepted = [], 0
         return count, right
+
+    def withdraw(self) -> None:
+        """Forget the proposals of a step that is not computed, or has failed."""
+        self.token_ids, self.num_accepted = [], 0
 
     def is_probe(self) -> bool:
         """Whether a proposal is verified although none pays by the estimate."""
