@@ -125,7 +125,7 @@ def _run(case: Case, outcome: Outcome) -> Ran:
 
 
 _AMPLE: OrderedDict[str, Watched] = OrderedDict()
-_COMPUTED_BY = ("page_tokens", "codec", "evict", "evict_allow", "attention")
+_COMPUTED_BY = ("page_tokens", "codec", "evict", "evict_allow", "attention", "sparse")
 """Options of `KVConfig` that decide what an engine in ample memory computes."""
 
 

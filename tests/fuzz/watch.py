@@ -258,8 +258,8 @@ def worst_against_replay(case: Case, seen: SeenLogits, ample: SeenLogits) -> tup
         context
         for context in seen.logits
         if context not in ample.logits
-        # wrong proposed tokens, which a replay would read as a prompt, where the rule never evicts
-        and "when=decode" not in str(seen.evict[context] or case.kv["evict"])
+        # of other rules, only wrong proposed tokens are missing: they are no part of a prompt
+        and "when=pressure" in str(seen.evict[context] or case.kv["evict"])
     ]
     chosen = leaves(seen, missing)[:MAX_LEAVES]
     if not chosen:

@@ -164,7 +164,7 @@ def test_a_draft_model_equal_to_the_model_is_right(options, verifies_all):
 def test_a_fork_begins_with_the_sampled_tokens(verifies_all, monkeypatch):
     """Equal outputs of one prompt are forked where a decoding row ends the common tokens."""
     monkeypatch.setattr(speculation, "Lookup", NearlyRight)
-    for room in ("21KiB", "26KiB", "32KiB"):
+    for room in ("24KiB", "28KiB", "36KiB"):
         params = {"n": 2, "max_tokens": 40, "temperature": 0.0}
         plain, got, _ = both({"swap_space": "0"}, params, memory=room)
         assert got.tokens == plain.tokens
