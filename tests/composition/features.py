@@ -413,6 +413,11 @@ SPECULATIVE = {
 }
 
 
+def _beams_propose_nothing(ran: Ran) -> str | None:
+    beams = all(request.params.get("use_beam_search") for request in ran.case.requests)
+    return "beams are exchanged after each token" if beams else None
+
+
 def _verified(ran: Ran) -> bool:
     return any(one.engine.stats().num_drafts for one in (ran.scarce, *ran.scarce.earlier))
 
@@ -549,8 +554,13 @@ OF_SCHEDULING = (
     *(
         Feature(
             *(name, "scheduling", f"`--speculative {text}`"),
-            setting(schedule={"speculative": text}, **({"units": (4.0, 6.0)} if model else {})),
+            setting(
+                schedule={"speculative": text},
+                params={"max_tokens": 40},
+                **({"units": (4.0, 6.0)} if model else {}),
+            ),
             *(_verified, "speculative"),
+            told=_beams_propose_nothing,
         )
         for name, (text, model) in SPECULATIVE.items()
     ),
