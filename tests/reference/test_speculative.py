@@ -390,9 +390,19 @@ def test_lengths_follow_from_acceptance_and_measured_times():
     proposed = [(sure, 8), (doubtful, 8)]
     assert lengths.choose(2, proposed) == [8, 8]  # nothing is known of times
     for tokens in (2, 5, 2, 9, 18, 2, 10):
-        lengths.learn(tokens, 0.05 + 0.005 * tokens)
+        lengths.learn(2, tokens, 0.05 + 0.005 * tokens)
     assert lengths.seconds() == pytest.approx((0.05, 0.005))
-    assert lengths.choose(2, proposed)[0] == 8
-    assert lengths.choose(2, proposed)[1] == 0
-    assert lengths.choose(200, [(sure, 8)]) == [8]
-    assert sum(lengths.choose(2, [(doubtful, 8)])[0] for _ in range(64)) == 4  # tried now and then
+    assert lengths.choose(2, proposed) == [8, 0]
+    assert lengths.choose(100, [(sure, 8)]) == [8]
+    tried = [lengths.choose(2, [(doubtful, 8), (doubtful, 8)]) for _ in range(64)]
+    assert tried.count([1, 1]) == 4  # now and then, all in one step
+    assert tried.count([0, 0]) == 60
+
+
+def test_unequal_rows_that_cost_more_than_they_add_are_left_out():
+    lengths, spec = DraftLengths(), parse_speculative("ngram")
+    drafts = Proposals(spec).begin(spec, "")
+    for tokens in (16, 17, 16, 18, 16, 17, 16, 18):
+        lengths.learn(16, tokens, 0.1 + 0.02 * (tokens > 16))  # a fifth longer with proposals
+    assert lengths.choose(16, [(drafts, 1)]) == [0]
+    assert lengths.choose(16, [(drafts, 1)] * 8) == [1] * 8

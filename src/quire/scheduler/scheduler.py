@@ -688,7 +688,7 @@ class Scheduler:
         """
         self.step_size.learn(plan.computed_tokens)
         if self.proposes and plan.requests and plan.num_decoding == len(plan.requests):
-            self._lengths.learn(sum(plan.tokens), seconds)
+            self._lengths.learn(len(plan.requests), sum(plan.tokens), seconds)
         swapper = self.preempter.swapper
         if (
             swapper is not None

@@ -469,6 +469,39 @@ class Proposals:
         self._earlier.add(owner, output_token_ids)
 
 
+class _Line:
+    """Seconds of steps by a number of tokens: base + token * tokens, by least squares."""
+
+    def __init__(self) -> None:
+        # weighted sums of 1, tokens, seconds, tokens * tokens, tokens * seconds
+        self._sums = [0.0] * 5
+
+    @property
+    def is_known(self) -> bool:
+        return self._sums[0] >= 2
+
+    def add(self, tokens: int, seconds: float) -> None:
+        new = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+        self._sums = [0.98 * old + value for old, value in zip(self._sums, new, strict=True)]
+
+    @property
+    def token_s(self) -> float | None:
+        """Time of a token; None while all steps had equally many."""
+        count, x, y, xx, xy = self._sums
+        spread = count * xx - x * x
+        if count < 2 or spread <= 1e-6 * xx * count:
+            return None
+        return max(0.0, (count * xy - x * y) / spread)
+
+    def at(self, tokens: int, token_s: float) -> float:
+        """Seconds of a step; `token_s` is the time of a token if it is not known."""
+        count, x, y, *_ = self._sums
+        known = self.token_s
+        if not count:
+            return 1.0
+        return max(1e-9, y / count + (token_s if known is None else known) * (tokens - x / count))
+
+
 class DraftLengths:
     """Chooses how many proposed tokens of each row a step verifies.
 
@@ -477,25 +510,24 @@ class DraftLengths:
     that is more than its time is worth at the rate of the step:
 
         r^n / token >= output tokens of the step / its seconds
+
+    A step with proposed tokens also takes longer because its rows are unequal. So none are verified
+    if the step has less output in its time, by the steps with proposals, than one without.
     """
 
     def __init__(self) -> None:
-        # weighted sums of 1, tokens, seconds, tokens * tokens, tokens * seconds
-        self._sums = [0.0] * 5
+        self._plain, self._drafted = _Line(), _Line()
+        self._without = 0
 
-    def learn(self, tokens: int, seconds: float) -> None:
-        """Add the time of a step without prompts."""
-        new = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
-        self._sums = [0.98 * old + value for old, value in zip(self._sums, new, strict=True)]
+    def learn(self, rows: int, tokens: int, seconds: float) -> None:
+        """Add the time of a step without prompts, which computes `tokens` tokens of `rows` rows."""
+        (self._plain if tokens == rows else self._drafted).add(tokens, seconds)
 
     def seconds(self) -> tuple[float, float]:
-        """Base and time of a token; a token takes no time while all steps had equally many."""
-        count, x, y, xx, xy = self._sums
-        spread = count * xx - x * x
-        if count < 2 or spread <= 1e-6 * xx * count:
-            return (y / count if count else 1.0), 0.0
-        token_s = max(0.0, (count * xy - x * y) / spread)
-        return max(1e-9, (y - token_s * x) / count), token_s
+        """Base and time of a token, by steps with proposals if there were any."""
+        line = self._drafted if self._drafted.is_known else self._plain
+        token_s = line.token_s or 0.0
+        return line.at(0, token_s), token_s
 
     def choose(self, rows: int, proposed: Sequence[tuple[Drafts, int]]) -> list[int]:
         """Return the number of tokens to verify of each proposal.
@@ -514,7 +546,20 @@ class DraftLengths:
                 break
             lengths[i] += 1
             step_s, output = step_s + token_s, output + gain
-        return [
-            length or int(one.is_probe())
-            for length, (one, _) in zip(lengths, proposed, strict=True)
-        ]
+        if any(lengths) and self._pays(rows, sum(lengths), output):
+            return [
+                length or int(one.is_probe())
+                for length, (one, _) in zip(lengths, proposed, strict=True)
+            ]
+        self._without += 1  # all requests are tried in one step
+        return [int(self._without % _PROBE == 0)] * len(proposed)
+
+    def _pays(self, rows: int, tokens: int, output: float) -> bool:
+        if not (self._plain.is_known and self._drafted.is_known):
+            return True
+        _, token_s = self.seconds()
+        plain_s, drafted_s = (
+            line.at(count, token_s)
+            for line, count in ((self._plain, rows), (self._drafted, rows + tokens))
+        )
+        return output * plain_s >= rows * drafted_s
