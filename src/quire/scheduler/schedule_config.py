@@ -154,7 +154,9 @@ class ScheduleConfig:
     @property
     def rows_with_forks(self) -> int:
         """Rows of page tables: with speculative decoding also those before proposed tokens."""
-        return self.num_rows * (1 if self.speculative == "off" else 2)
+        from quire.scheduler.speculation import parse_speculative
+
+        return self.num_rows * (1 if parse_speculative(self.speculative) is None else 2)
 
     @property
     def full_at(self) -> float:

@@ -368,11 +368,12 @@ class SequenceMemory:
         rows, counts = rows_of(requests), np.array(tokens, dtype=np.int32)
         copied_bytes, has_drafts = self.memory.copied_bytes, any(drafts)
         if has_drafts:
-            drafted = [r for r, count in zip(requests, drafts, strict=True) if count]
+            drafted = (r for r, count in zip(requests, drafts, strict=True) if count)
+            forked = [request for request in drafted if not self._drops_newest(request)]
             slots = counts + np.array(drafts, dtype=np.int32)
-            self._free_for_drafts(rows, slots, drafted)
-            if not (self._fork_rows(drafted) and self.memory.try_grow(rows, slots)):
-                self._drop_forks(drafted)
+            self._free_for_drafts(rows, slots, forked)
+            if not (self._fork_rows(forked) and self.memory.try_grow(rows, slots)):
+                self._drop_forks(forked)
                 return False
         elif not self.memory.try_grow(rows, counts):
             if not self.can_grow(requests, tokens):
@@ -383,35 +384,33 @@ class SequenceMemory:
         return True
 
     def _free_for_drafts(
-        self, rows: NDArray[np.int64], slots: NDArray[np.int32], drafted: Sequence[Request]
+        self, rows: NDArray[np.int64], slots: NDArray[np.int32], forked: Sequence[Request]
     ) -> None:
         """Evict cached prefixes for the pages of proposed tokens, of forks and of their copies."""
         pages = Counter(self.memory.pages_to_grow(rows, slots))
-        for request in drafted:
-            if not self._drops_newest(request):
-                row = request.memory.row
-                pages.update(statistics_pages(self.memory, row))
-                for table in self.memory.tables.values():  # a copy of the newest page of each lane
-                    if table.active[row] and not table.group.private:
-                        pages[table.group.page_class] += table.group.num_lanes
+        for row in rows_of(forked).tolist():
+            pages.update(statistics_pages(self.memory, row))
+            for table in self.memory.tables.values():  # a copy of the newest page of each lane
+                if table.active[row] and not table.group.private:
+                    pages[table.group.page_class] += table.group.num_lanes
         self.evict_cached(dict(pages))
 
     def _fork_rows(self, requests: Sequence[Request]) -> bool:
-        """Keep the KV before proposed tokens where they cannot be dropped; False: no room for it.
-
-        Proposed tokens change recurrent states and attention statistics, and take the places of
-        full-precision tokens. If one of them is wrong, the request goes on with the fork.
-        """
-        for request in requests:
-            if self._drops_newest(request):
-                continue
-            try:
+        """Keep the KV before proposed tokens that could not be dropped; False: no room for it."""
+        try:
+            for request in requests:
                 request.memory.before_drafts = fork(self.memory, request.memory.row)
-            except OutOfPages:
-                return False
+        except OutOfPages:
+            return False
         return True
 
     def _drops_newest(self, request: Request) -> bool:
+        """Whether proposed tokens change nothing but the newest slots of the request's lanes.
+
+        They change recurrent states and attention statistics, and take the places of
+        full-precision tokens. Such a request is forked, and goes on with the fork if a proposed
+        token is wrong.
+        """
         row, spec = request.memory.row, request.eviction.spec
         counts = spec.cap is not None and spec.when != PREFILL_END
         return not any(

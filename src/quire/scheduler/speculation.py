@@ -409,7 +409,7 @@ class Drafts:
         self._right = _MEMORY * self._right + right
         self._tried = _MEMORY * self._tried + right + (right < count)
         self.proposed, self.accepted = self.proposed + count, self.accepted + right
-        self.token_ids, self.num_accepted = [], 0
+        self.withdraw()
         return count, right
 
     def withdraw(self) -> None:
