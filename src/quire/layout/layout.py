@@ -134,9 +134,13 @@ class _Part:
 
 
 def _parts(model: ModelSpec, form: KVFormat) -> Iterator[_Part]:
-    layers = range(len(model.layers))  # those of a draft model are the last ones, all unquantized
+    # the layers of a draft model are the last ones and all unquantized
     last = sum(not layer.drafts for layer in model.layers) - form.plain_layers
-    plain = {i for i in layers if not form.is_plain and (i < form.plain_layers or i >= last)}
+    plain = {
+        i
+        for i in range(len(model.layers))
+        if not form.is_plain and (i < form.plain_layers or i >= last)
+    }
     readers = Counter(layer.source for layer in model.layers)
     by_kind: dict[tuple[int | None, int | None], dict[tuple[HeadShape, int], list[int]]] = {}
     for number, (layer, heads) in enumerate(zip(model.layers, model.heads, strict=True)):
