@@ -415,7 +415,7 @@ SPECULATIVE = {
 
 def _beams_propose_nothing(ran: Ran) -> str | None:
     beams = all(request.params.get("use_beam_search") for request in ran.case.requests)
-    return "beams are exchanged after each token" if beams else None
+    return "beams are exchanged after each token, and have no proposed tokens" if beams else None
 
 
 def _verified(ran: Ran) -> bool:
@@ -557,6 +557,7 @@ OF_SCHEDULING = (
             setting(
                 schedule={"speculative": text},
                 params={"max_tokens": 40},
+                vary={"params.max_tokens": (40, 120)},
                 **({"units": (4.0, 6.0)} if model else {}),
             ),
             *(_verified, "speculative"),
