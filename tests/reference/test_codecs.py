@@ -252,7 +252,7 @@ def test_an_invalid_codec_is_rejected_at_start(codec, error, message):
 
 def test_codecs_that_cannot_run_here_are_rejected_at_start(monkeypatch):
     with pytest.raises(ConfigError, match="attention=native cannot run here"):
-        engine_of(codec="int4_hadamard", attention="native")
+        engine_of(codec="int3_hadamard", attention="native")
     monkeypatch.delattr(torch, "float8_e4m3fn")
     with pytest.raises(ConfigError, match="'fp8' cannot run on cpu: this build of torch has no"):
         engine_of(codec="fp8")

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @every_pair(
-    codec=["int8", "int4/int8", "int4_outliers"],
+    codec=["int8", "int4/int8", "int4_outliers", "int4_hadamard", "int8/int4_hadamard"],
     chunk_tokens=[7, 64],
     model=[MODEL, "mimo_v2_flash", "deepseek_v3"],
 )
@@ -32,7 +32,8 @@ def test_c_gives_the_logits_of_the_gathered_backend(codec, chunk_tokens, model):
 
 
 @every_pair(
-    evict=["h2o", "snapkv:window=4", "keydiff", "value_norm"], codec=["none", "int8", "int4"]
+    evict=["h2o", "snapkv:window=4", "keydiff", "value_norm"],
+    codec=["none", "int8", "int4", "int4_hadamard"],
 )
 def test_keys_and_values_of_unequal_width_are_evicted_as_in_the_reference(evict, codec):
     rule = f"{evict}{',' if ':' in evict else ':'}cap=24,every=6"
@@ -53,7 +54,7 @@ def test_keys_and_values_of_unequal_width_are_evicted_as_in_the_reference(evict,
 @pytest.mark.parametrize(
     "codec",
     [
-        *("int8", "int4", "int8/none", "none/int4_outliers", "int4_page/int8"),
+        *("int8", "int4", "int8/none", "none/int4_outliers", "int4_hadamard", "int4_page/int8"),
         *("int8+sinks=2+residual=6", "int2+residual=8+promoted=4:int4"),
     ],
 )

@@ -22,8 +22,12 @@ from quire.codecs.base import Codec, Planes
 from quire.codecs.grouped import in_groups
 from quire.codecs.registry import register
 
+ROTATED = ("int4_hadamard", "int3_hadamard")
+"""Rules of rotated vectors. A kernel that reads their codes as those of plain vectors needs rotated
+queries, and its outputs are rotated back."""
 
-@register("int4_hadamard", "int3_hadamard")
+
+@register(*ROTATED)
 @dataclass(frozen=True, slots=True)
 class Hadamard(Codec):
     """Codec of rotated vectors. Products of queries and keys do not change if both are rotated."""

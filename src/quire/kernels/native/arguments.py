@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from quire.codecs.hadamard import ROTATED
 from quire.kernels.backend import (
     AttentionMath,
     AttentionStatistic,
@@ -30,6 +31,7 @@ _KINDS = {
     "int4": BIT_CODES,
     "int2": BIT_CODES,
     "int4_outliers": BIT_CODES,
+    "int4_hadamard": BIT_CODES,  # of rotated vectors, see `ROTATED`
 }
 
 _ENCODED = ("int8", "int4", "int2")
@@ -119,6 +121,14 @@ def why_not(spec: CodecSpec, head_dim: int) -> str | None:
     if spec.num_outliers(head_dim) > MAX_OUTLIERS:
         return f"it reads at most {MAX_OUTLIERS} outliers of a vector, {spec.name} has more"
     return None
+
+
+def are_rotated(pages: LayerPages | NewSlots) -> tuple[bool, bool]:
+    """Return whether keys are rotated, and whether values are."""
+    coded = pages.coded
+    if coded is None:
+        return False, False
+    return coded.key.codec.spec.rule in ROTATED, coded.value.codec.spec.rule in ROTATED
 
 
 def unfit_codes(pages: LayerPages, coded: CodedPages) -> str | None:
@@ -545,7 +555,8 @@ def can_score(plane: Tensor, coded: CodedPlanes | None) -> bool:
     """Return whether the C library can score these keys or values."""
     if coded is None:
         return _is_whole(plane) and plane.dtype in DTYPES
-    fits = why_not(coded.codec.spec, coded.codec.head_dim) is None
+    spec = coded.codec.spec
+    fits = why_not(spec, coded.codec.head_dim) is None and spec.rule not in ROTATED
     return fits and all(map(_is_whole, coded.planes))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.codecs.hadamard import rotate
 from quire.errors import InvariantError
 from quire.kernels.backend import (
     Alibi,
@@ -41,6 +42,7 @@ from quire.kernels.native.arguments import (
     MEAN_COSINES,
     NORMS,
     WINDOW_SUMS,
+    are_rotated,
     can_move,
     can_read_sums,
     can_score,
@@ -56,6 +58,7 @@ from quire.kernels.native.call import (
     NativeCall,
     NativePlan,
     NativeSparse,
+    Parts,
     Ready,
     Scratch,
     SlotBiases,
@@ -213,9 +216,12 @@ class NativeAttention:
         expands = math.latent is not None and not math.joined
         if expands and self._reads_expanded(plan, pages, math, query):
             return self._attend_expanded(plan, pages, math, query, column_sums)
-        ready = self._ready(plan, pages, math, query, column_sums)
+        rotated_keys, rotated_values = are_rotated(pages)
+        own = query.float() if rotated_keys or rotated_values else query
+        own = rotate(own) if rotated_keys else own
+        ready = self._ready(plan, pages, math, own, column_sums)
         if ready.gathered is None:
-            out = torch.empty(*query.shape[:2], dims_of(pages)[1], dtype=query.dtype)
+            out = torch.empty(*query.shape[:2], dims_of(pages)[1], dtype=own.dtype)
         else:
             out = attend_planned(
                 *(self._gathered, ready.gathered, pages, math, query, fresh),
@@ -224,9 +230,10 @@ class NativeAttention:
         if ready.call is not None:
             out = out.contiguous()
             biases = None if math.alibi is None else self._slot_biases(plan, pages, math.alibi)
-            ready.call.attend(pages, math, query, out, column_sums, self._scratch, biases)
+            ready.call.attend(pages, math, own, out, column_sums, self._scratch, biases)
             if plan.sparse is not None and column_sums is not None:
                 self._spread_sums(plan, ready.call, pages, column_sums)
+            out = (rotate(out) if rotated_values else out).to(query.dtype)
         return out
 
     def _spread_sums(
@@ -341,7 +348,7 @@ class NativeAttention:
         if not isinstance(plan, NativePlan):  # sparse rows of single tokens
             return None
         pages, slots, math, records = layers[0]
-        extras = math.sinks is not None or math.alibi is not None
+        extras = math.sinks is not None or math.alibi is not None or any(are_rotated(pages))
         if unfit_tensors(pages, math, heads.query, None) or extras:
             return None
         num_heads, sums = heads.query.shape[1], None
@@ -396,6 +403,9 @@ class NativeAttention:
                 reason = unfit or "column sums"
                 raise InvariantError(f"cannot compute attention token by token: {reason}")
             pages = replace(pages, rows=pages.rows[plan.token_row])
+        parts = cut(plan.step, plan.lanes, group=group, block_queries=blocks, joined=math.joined)
+        if any(are_rotated(pages)):
+            unfit = unfit or _unfit_rotated(plan, math, parts)
         if unfit:
             if unfit != EXPANDED:  # which is chosen where it takes less time
                 self._notice(unfit)
@@ -404,7 +414,6 @@ class NativeAttention:
                 lanes = LaneSlots(plan.sparse.held, lanes.window, plan.sparse.lanes)
             shape = plan.step, lanes, plan.page_tokens, plan.slot_bytes
             return Ready(None, SparsePlan.of(self._gathered, *shape))
-        parts = cut(plan.step, plan.lanes, group=group, block_queries=blocks, joined=math.joined)
         step, lanes = plan.step, plan.lanes
         call = NativeCall(library, step, lanes, parts, pages, query, column_sums, plan.sparse)
         return Ready(call, gathered_chunks(plan, parts.others) if len(parts.others) else None)
@@ -413,3 +422,12 @@ class NativeAttention:
         if reason not in self._noticed:
             self._noticed.add(reason)
             _log.warning("attention falls back from the C extension to torch: %s", reason)
+
+
+def _unfit_rotated(plan: NativePlan, math: AttentionMath, parts: Parts) -> str | None:
+    """Return why the C library cannot read rotated codes in a step, or None."""
+    if math.joined:
+        return "rotated codes of latents"
+    if plan.sparse is not None:  # the bounds of pages are those of keys as computed
+        return "sparse attention to rotated codes"
+    return "chunks of rotated codes without vector instructions" if len(parts.others) else None

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from quire.codecs.base import Codec
+from quire.codecs.hadamard import ROTATED
 from quire.codecs.registry import Equalised
 from quire.kernels.backend import LayerPages, dims_of
 from quire.kernels.coded import CodedPlanes
@@ -34,9 +35,6 @@ KINDS: Mapping[str, int] = MappingProxyType(
     }
 )
 """Rules of the codecs that the kernels decode; the gathered backend attends to all others."""
-
-ROTATED = ("int4_hadamard", "int3_hadamard")
-"""Rules of rotated vectors: queries are rotated instead of keys, and outputs instead of values."""
 
 MAX_OUTLIERS = 16  # of a vector: the loop over them is unrolled
 
