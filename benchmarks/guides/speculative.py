@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
+from transformers import PreTrainedTokenizerBase
+
 from quire import LLM, KVConfig, SamplingParams
 from quire.cli.report import envelope
 from quire.evals.tasks.words import book_text
@@ -121,7 +123,9 @@ def measured(llm: LLM, kind: str, users: int, parsed: Namespace) -> Mapping[str,
 def run(llm: LLM, texts: Sequence[str], output_tokens: int, *, proposes: bool | None) -> Run:
     """Run prompts together."""
     params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
-    outputs = llm.generate(list(_encoded(llm, texts)), params, speculative=proposes)
+    outputs = llm.generate(
+        list(encoded(llm.model.require_tokenizer(), texts)), params, speculative=proposes
+    )
     usages = [output.usage for output in outputs]
     first_s = min(usage.first_token_s for usage in usages)
     return Run(
@@ -150,7 +154,7 @@ def compared(parsed: Namespace, rule: str) -> Mapping[str, int | float]:
     params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True, logprobs=2)
     equal = ties = verified = 0
     for start in range(0, len(texts), USERS):
-        ids = list(_encoded(llm, texts[start : start + USERS]))
+        ids = list(encoded(llm.model.require_tokenizer(), texts[start : start + USERS]))
         plain = llm.generate(ids, params, speculative=False)
         other = llm.generate(ids, params)
         for ours, theirs in zip(plain, other, strict=True):
@@ -176,8 +180,8 @@ def _open(parsed: Namespace, rule: str) -> LLM:
     )
 
 
-def _encoded(llm: LLM, texts: Sequence[str]) -> Iterator[list[int]]:
-    tokenizer = llm.model.require_tokenizer()
+def encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Iterator[list[int]]:
+    """Token ids of texts as messages of a user."""
     for text in texts:
         messages = [{"role": "user", "content": text}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

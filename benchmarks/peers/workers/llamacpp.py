@@ -2,6 +2,9 @@
 
 As in its server, a request occupies a slot from its prefill to its last token, and one batch holds
 the next tokens of all slots, prompts in chunks. The model is converted here without a tokenizer.
+
+`options` of the job: `lookup`, the number of tokens that the prompt lookup of llama-cpp-python
+proposes, or 0. Then prompts run one after the other through its generator.
 """
 
 import ctypes
@@ -12,7 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.workers.protocol import Job, Outputs, Result, peak_rss_bytes, serve
+from benchmarks.peers.workers.protocol import (
+    Job,
+    Outputs,
+    Result,
+    file_bytes,
+    peak_rss_bytes,
+    serve,
+)
 
 _SLOT_MULTIPLE = 256  # llama.cpp rounds the context of a sequence up to a multiple
 _NAMES = {
@@ -242,12 +252,45 @@ def open_runner(job: Job) -> tuple[Runner, int]:
     return runner, library.llama_model_size(model)
 
 
+class Generator:
+    """Prompts one after the other through the generator of llama-cpp-python."""
+
+    slots = 1
+
+    def __init__(self, job: Job) -> None:
+        from llama_cpp import Llama
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        tokens, threads = job["options"]["lookup"], job["threads"]
+        self._llama = Llama(
+            f"{job['prepared']}/model.gguf",
+            n_ctx=slot_tokens(job),
+            n_batch=job["max_num_batched_tokens"],
+            n_threads=threads,
+            n_threads_batch=threads,
+            draft_model=LlamaPromptLookupDecoding(num_pred_tokens=tokens) if tokens else None,
+            verbose=False,
+        )
+
+    def generate(self, prompts: list[list[int]], new_tokens: list[int]) -> Outputs:
+        """Run prompts to their number of tokens."""
+        outputs = Outputs(len(prompts))
+        for i, (prompt, new) in enumerate(zip(prompts, new_tokens, strict=True)):
+            for _, token in zip(range(new), self._llama.generate(prompt, temp=0.0), strict=False):
+                outputs.add(i, [token])
+        return outputs
+
+
 def run(job: Job) -> Result:
-    """Run all prompts at once."""
+    """Run all prompts at once, or one after the other with `lookup`."""
     import llama_cpp
 
     started_s = time.perf_counter()
-    runner, weight_bytes = open_runner(job)
+    runner: Runner | Generator
+    if "lookup" in job["options"]:
+        runner, weight_bytes = Generator(job), file_bytes(job["prepared"], "model.gguf")
+    else:
+        runner, weight_bytes = open_runner(job)
     warm = job["warmup_prompts"]
     runner.generate(warm, [job["warmup_tokens"]] * len(warm))
     load_s = time.perf_counter() - started_s

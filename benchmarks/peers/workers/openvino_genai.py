@@ -1,7 +1,8 @@
 """OpenVINO GenAI's continuous batching, with full KV, its own eviction, or KVCrush.
 
 `options` of the job: `start`, `recent` and `max` tokens of the eviction, and `kvcrush`, the tokens
-that KVCrush selects among the evicted ones; without `max` nothing is evicted.
+that KVCrush selects among the evicted ones; without `max` nothing is evicted. `lookup`: tokens that
+its prompt lookup proposes, with its default length of matches.
 """
 
 import time
@@ -61,7 +62,9 @@ def scheduler(job: Job) -> Any:
     return found
 
 
-def generate(pipeline: Any, prompts: list[list[int]], new_tokens: list[int]) -> Outputs:
+def generate(
+    pipeline: Any, prompts: list[list[int]], new_tokens: list[int], lookup: int
+) -> Outputs:
     """Run prompts to their number of tokens."""
     import numpy as np
     import openvino
@@ -72,6 +75,8 @@ def generate(pipeline: Any, prompts: list[list[int]], new_tokens: list[int]) -> 
     for i, (prompt, new) in enumerate(zip(prompts, new_tokens, strict=True)):
         options = genai.GenerationConfig()
         options.max_new_tokens, options.ignore_eos, options.do_sample = new, True, False
+        if lookup:
+            options.num_assistant_tokens, options.max_ngram_size = lookup, 3
         ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
         handles.append(pipeline.add_request(i, ids, options))
     while pipeline.has_non_finished_requests():
@@ -100,12 +105,14 @@ def run(job: Job) -> Result:
     import openvino_genai as genai
 
     started_s = time.perf_counter()
+    lookup = int(job["options"].get("lookup", 0))
     properties = {"INFERENCE_NUM_THREADS": job["threads"], "KV_CACHE_PRECISION": _KV_TYPE}
+    properties |= {"prompt_lookup": True} if lookup else {}
     pipeline = genai.ContinuousBatchingPipeline(job["prepared"], scheduler(job), "CPU", properties)
     warm = job["warmup_prompts"]
-    generate(pipeline, warm, [job["warmup_tokens"]] * len(warm))
+    generate(pipeline, warm, [job["warmup_tokens"]] * len(warm), lookup)
     load_s = time.perf_counter() - started_s
-    outputs = generate(pipeline, job["prompts"], job["new_tokens"])
+    outputs = generate(pipeline, job["prompts"], job["new_tokens"], lookup)
     total_s = outputs.elapsed_s()
     metrics, peak = pipeline.get_metrics(), peak_rss_bytes()
     return Result(
