@@ -4,6 +4,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import ClassVar
 
 import pytest
@@ -16,6 +17,7 @@ from quire.errors import ConfigError, RequestError, UnknownName, UnsoundCombinat
 from quire.models.drafted import with_draft
 from quire.scheduler import speculation
 from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.sequence_memory import SequenceMemory
 from quire.scheduler.speculation import DraftLengths, Lookup, Proposals, parse_speculative
 from support.engines import answer, load, requests_of
 from support.kv_options import kv_config
@@ -168,6 +170,26 @@ def test_a_fork_begins_with_the_sampled_tokens(verifies_all, monkeypatch):
         params = {"n": 2, "max_tokens": 40, "temperature": 0.0}
         plain, got, _ = both({"swap_space": "0"}, params, memory=room)
         assert got.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("options", [{}, {"codec": "int8+residual=8"}])
+def test_if_pages_are_short_the_first_requests_have_proposals(options, verifies_all, monkeypatch):
+    tried, try_grow = [], SequenceMemory.try_grow
+
+    def growing(self, requests, tokens, drafts=()):
+        grown = try_grow(self, requests, tokens, drafts)
+        tried.append((grown, [count > 0 for count in drafts]))
+        return grown
+
+    monkeypatch.setattr(speculation, "Lookup", NearlyRight)
+    monkeypatch.setattr(SequenceMemory, "try_grow", growing)
+    for kib in range(32, 52, 4):
+        late = {"admission": "optimistic"}
+        short = {"swap_space": "0", "memory": f"{kib}KiB", "schedule": late}
+        plain, got, _ = both(options, {"max_tokens": 60}, **short)
+        assert got.tokens == plain.tokens
+    after = [(some, grown) for (failed, _), (grown, some) in pairwise(tried) if not failed]
+    assert any(grown and any(some) and not all(some) for some, grown in after)
 
 
 @pytest.mark.parametrize("options", [{}, {"architecture": "bamba"}, {"codec": "int8+residual=8"}])
@@ -394,9 +416,10 @@ def test_lengths_follow_from_acceptance_and_measured_times():
     assert lengths.seconds() == pytest.approx((0.05, 0.005))
     assert lengths.choose(2, proposed) == [8, 0]
     assert lengths.choose(100, [(sure, 8)]) == [8]
-    tried = [lengths.choose(2, [(doubtful, 8), (doubtful, 8)]) for _ in range(64)]
-    assert tried.count([1, 1]) == 4  # now and then, all in one step
-    assert tried.count([0, 0]) == 60
+    tried = [lengths.choose(2, [(doubtful, 8), (doubtful, 8)]) for _ in range(80)]
+    due = [index for index, one in enumerate(tried, start=1) if one == [1, 1]]  # all in one step
+    assert due == [34, 68]  # two tokens add a sixth to the time: 0.5 % of it in 34 steps
+    assert tried.count([0, 0]) == 78
 
 
 def test_unequal_rows_that_cost_more_than_they_add_are_left_out():

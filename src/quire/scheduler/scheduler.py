@@ -239,12 +239,18 @@ class Scheduler:
             plan.num_decoding = len(plan.requests)
 
     def _add_with_drafts(self, plan: StepPlan, decoding: Sequence[Request]) -> bool:
-        """Add decoding rows with proposed tokens; False if there are none, or too few pages."""
+        """Add decoding rows with proposed tokens; False if there are none, or no pages for them.
+
+        No request is preempted for proposed tokens: rows from the last ones lose theirs instead.
+        """
         counts = self._propose(plan, decoding)
-        if not any(counts):
-            return False
-        if not self.sequence_memory.try_grow(decoding, [1] * len(decoding), counts):
-            _withdraw_drafts(decoding)  # no request is preempted for proposed tokens
+        drafted = [index for index, count in enumerate(counts) if count]
+        while drafted and not self.sequence_memory.try_grow(decoding, [1] * len(decoding), counts):
+            for index in drafted[len(drafted) // 2 :]:
+                counts[index] = 0
+            _withdraw_drafts([decoding[index] for index in drafted[len(drafted) // 2 :]])
+            del drafted[len(drafted) // 2 :]
+        if not drafted:
             return False
         plan.requests.extend(decoding)
         plan.tokens.extend(1 + count for count in counts)

@@ -65,7 +65,8 @@ _VLLM_NAMES: Mapping[str, Mapping[str, str]] = {
     DRAFT: {"model": "model"},
 }
 _MEMORY = 0.9  # weight of what was learned before a step
-_PROBE = 16  # one in this number of proposals is verified although it does not pay
+_PROBE = 16  # at most one in this number of proposals is verified although it does not pay
+_PROBE_COST = 0.005  # of the time of steps without proposals: most that steps with them add
 _INDEXED = 65_536  # newest tokens of a text, and tokens of outputs, whose places are known
 _PLACES = 32  # most places of a text that are compared with its end
 _LENGTHS = 4  # lengths of equal tokens that are tried, the longest first
@@ -512,7 +513,9 @@ class DraftLengths:
         r^n / token >= output tokens of the step / its seconds
 
     A step with proposed tokens also takes longer because its rows are unequal. So none are verified
-    if the step has less output in its time, by the steps with proposals, than one without.
+    if the step has less output in its time, by the steps with proposals, than one without. Then one
+    step in 16 verifies one token of each request, or fewer steps if they would add more than 0.5 %
+    of the time, so that the estimates can recover.
     """
 
     def __init__(self) -> None:
@@ -551,15 +554,22 @@ class DraftLengths:
                 length or int(one.is_probe())
                 for length, (one, _) in zip(lengths, proposed, strict=True)
             ]
-        self._without += 1  # all requests are tried in one step
-        return [int(self._without % _PROBE == 0)] * len(proposed)
+        self._without += 1
+        every = float(_PROBE)
+        if self._plain.is_known and self._drafted.is_known:
+            plain_s, drafted_s = self._step_seconds(rows, len(proposed))
+            every = max(every, (drafted_s / plain_s - 1) / _PROBE_COST)
+        is_due = self._without >= every
+        self._without *= not is_due
+        return [int(is_due)] * len(proposed)  # all requests are tried in one step
 
     def _pays(self, rows: int, tokens: int, output: float) -> bool:
         if not (self._plain.is_known and self._drafted.is_known):
             return True
-        _, token_s = self.seconds()
-        plain_s, drafted_s = (
-            line.at(count, token_s)
-            for line, count in ((self._plain, rows), (self._drafted, rows + tokens))
-        )
+        plain_s, drafted_s = self._step_seconds(rows, tokens)
         return output * plain_s >= rows * drafted_s
+
+    def _step_seconds(self, rows: int, tokens: int) -> tuple[float, float]:
+        """Seconds of a step without proposed tokens, and of one with them."""
+        _, token_s = self.seconds()
+        return self._plain.at(rows, token_s), self._drafted.at(rows + tokens, token_s)
