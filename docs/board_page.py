@@ -10,6 +10,7 @@ named instead of folders.
 """
 
 import json
+import statistics
 import sys
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,11 @@ DOCS = Path(__file__).resolve().parent
 NAME = "board"
 HEADING = "Leaderboard of eviction rules and codecs, measured with"
 MODELS = {"smollm2": "SmolLM2-135M-Instruct"}
+DUO = (
+    "[`budget=duo`](eviction.md#division-over-layers-and-heads-budget) needs retrieval scores of "
+    "the model's heads. Those of `smollm2` fit no other model. They were measured with needles in "
+    "the wording of `niah`, so `niah` is no new task for them."
+)
 
 
 def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
@@ -42,7 +48,7 @@ def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
     section = [] if presses is None else kvpress_lines(presses)
     model = run["config"]["model"]
     timed = docs / "results/fixed_memory.json"
-    speeds = json.loads(timed.read_text())["claims"] if timed.exists() else {}
+    speeds = speeds_of(json.loads(timed.read_text())) if timed.exists() else None
     text = pages.page(
         result, model, has_chart=True, confirmed=confirmed, section=section, speeds=speeds
     )
@@ -61,6 +67,27 @@ def read(path: Path, name: str) -> dict[str, Any]:
     file = path / name if path.is_dir() else path
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
+
+
+def speeds_of(run: Mapping[str, Any]) -> pages.Speeds:
+    """Tokens/s of a run of benchmarks/guides/fixed_memory.py over full KV's of the same round."""
+    config, hardware = run["config"], run["hardware"]
+    speeds = {
+        one["entry"]: [each["tokens_per_s"] for each in one["runs"]] for one in run["arms"]["runs"]
+    }
+    full = next(iter(speeds.values()))
+    ratios = {}
+    for entry, own in speeds.items():
+        found = [one / base for one, base in zip(own, full, strict=True)]
+        ratios[entry] = (statistics.median(found), min(found), max(found))
+    about = (
+        f"Tokens/s: output tokens/s of {config['requests']} requests of {config['prompt_tokens']:,}"
+        f" input and {config['output_tokens']} output tokens, submitted at once in "
+        f"{config['kv_memory']} of KV memory, over full KV's of the same round; median, lowest and "
+        f"highest of {config['rounds']} rounds (`bash runs/fixed_memory.sh`, commit "
+        f"{run['commit'][:7]}, {hardware['cpu']}, {hardware['cores']} cores)."
+    )
+    return pages.Speeds(ratios=ratios, about=about)
 
 
 def kvpress_lines(run: Mapping[str, Any]) -> list[str]:
@@ -90,7 +117,13 @@ def page(text: str, run: Mapping[str, Any], note: str = "") -> str:
     )
     rest = rest.replace(f"]({pages.CHART_FILE})", f"](images/{NAME}.svg)")
     tasks = (f"`{one}` ({task_of(one).summary})" for one in config["tasks"])
-    about = f"[Tasks](guides/evaluate.md): {'; '.join(tasks)}."
+    about = (
+        f"[Tasks](guides/evaluate.md): {'; '.join(tasks)}. [Rules and budgets]"
+        "(reference/policies.md) and [codecs](quantization.md) have their default options unless "
+        "an option is named."
+    )
+    if any("duo:" in row["entry"]["rule"] for row in run["arms"]["rows"]):
+        about += f" {DUO}"
     model = MODELS.get(config["model"], config["model"])
     return f"# {HEADING} {model}\n\n{made.rstrip()}\n\n{about}\n{rest}"
 

@@ -103,12 +103,20 @@ def test_the_documents_get_a_section_about_a_run_of_kvpress(tmp_path):
     other.write_text(json.dumps(run | {"arms": run["arms"] | {"presses": presses}}))
     for folder in ("images", "results"):
         (tmp_path / folder).mkdir()
+    timed = "results/fixed_memory.json"
+    (tmp_path / timed).write_bytes((board_page.DOCS / timed).read_bytes())
 
     board_page.main([str(stored), "--kvpress", str(other), "beside", "other work"], tmp_path)
 
     page = (tmp_path / "board-measured.md").read_text(encoding="utf-8")
     assert "\n## Presses of kvpress\n\n`bash runs/kvpress.sh`, commit" in page
     assert "another environment (kvpress 0.5)" in page
+    assert "--evict 'recent:sinks=4,budget=(duo:scores=smollm2),cap=50%,when=prefill_end'`" in page
+    assert "so `niah` is no new task for them." in page
+    speeds = json.loads((tmp_path / timed).read_text(encoding="utf-8"))
+    int8 = speeds["claims"]["--kv-codec int8 --evict full"]
+    assert re.search(rf"\| `--kv-codec int8 --evict full` \|.*\| {int8:.2f} \(\d.\d\d to", page)
+    assert "highest of 5 rounds (`bash runs/fixed_memory.sh`, commit " in page
     assert ". beside other work\n" in page
     copied = json.loads((tmp_path / "results" / "kvpress.json").read_text(encoding="utf-8"))
     assert copied["arms"]["presses"] == presses

@@ -1,6 +1,7 @@
 """The grids of a leaderboard: what is combined, and the entries that follow."""
 
 import re
+import shlex
 import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -48,10 +49,18 @@ class BoardEntry:
         return replace(kv, codec=self.codec, evict=self.evict, sparse=self.sparse)
 
     def __str__(self) -> str:
+        return self._options(self.evict)
+
+    @property
+    def shell_options(self) -> str:
+        """The options as a shell reads them: parentheses of a rule are quoted."""
+        return self._options(shlex.quote(self.evict))
+
+    def _options(self, evict: str) -> str:
         if self.source != QUIRE:
             return f"{self.rule} {self.budget} {self.schedule}"
         sparse = "" if self.sparse == OFF else f" --sparse {self.sparse}"
-        return f"--kv-codec {self.codec} --evict {self.evict}{sparse}"
+        return f"--kv-codec {self.codec} --evict {evict}{sparse}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

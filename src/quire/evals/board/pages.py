@@ -1,13 +1,15 @@
 """Files of a leaderboard: a Markdown table and a chart."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.evals.board.grid import FULL, QUIRE
+from quire.evals.board.grid import FULL, QUIRE, BoardEntry
 from quire.evals.board.result import BYTE_CLASSES, BoardResult, Row, best_of_classes, best_rules
 from quire.evals.intervals import Mean, prompts_to_show
 from quire.evals.suite.perplexity import PERPLEXITY, SUMMARY, window_overlap
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, PREFILL_END
+from quire.layout.sparse import OFF
 from quire.sim.plots import drawn
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 PAGE_FILE, CHART_FILE = "board.md", "board.svg"
 WANTED = 0.975
-"""Quality over full KV that the list of rules requires, as in Batch-Max's evaluation."""
+"""Quality over full KV that the list of rules requires."""
 
 _BEFORE_QUESTION = {
     None: "With `prefill_end` the context is evicted before the question is computed; a cap is a "
@@ -26,6 +28,14 @@ _BEFORE_QUESTION = {
     "of full KV, so tasks whose answers are one token (`majority`, `topics`, `labels`) show no "
     "loss there, and of other answers the first token is free.",
 }
+_DECODE = (
+    "With `decode` the first output token is that of full KV: of tasks with short answers "
+    "(`labels`, `facts`) little or nothing can be lost, which raises the quality of these entries."
+)
+_MORE_THAN_FULL = (
+    " A KV above 1 is more than full KV's: the statistics of a rule, a scoring pass over the "
+    "prompt (`kvzip`), or a budget that evicts after the last layer."
+)
 
 _COLOURS = {
     "": "#707070",
@@ -36,6 +46,19 @@ _COLOURS = {
 _OTHER, _PARETO = "#3a8a4d", "#444444"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """Tokens/s over full KV's in one KV memory, measured apart from a leaderboard.
+
+    Attributes:
+        ratios: median, lowest and highest of the rounds, by the text of an entry.
+        about: what was measured, and how.
+    """
+
+    ratios: Mapping[str, tuple[float, float, float]]
+    about: str
+
+
 def page(
     result: BoardResult,
     model: str,
@@ -43,7 +66,7 @@ def page(
     has_chart: bool,
     confirmed: Sequence[BoardResult] = (),
     section: Sequence[str] = (),
-    speeds: Mapping[str, float] | None = None,
+    speeds: Speeds | None = None,
 ) -> str:
     """The leaderboard as Markdown.
 
@@ -53,11 +76,11 @@ def page(
         has_chart: whether a chart is beside the page.
         confirmed: leaderboards of the best entries with new prompts.
         section: further lines before the table of all entries.
-        speeds: tokens/s over full KV's in the same KV memory, by entry.
+        speeds: tokens/s over full KV's in the same KV memory.
     """
     kept: tuple[str, ...] = ()
     if result.judged:
-        kept = *_class_lines(result, confirmed, speeds or {}), *_rule_lines(result.rows)
+        kept = *_class_lines(result, confirmed, speeds), *_rule_lines(result.rows)
     again = confirmed_lines(confirmed) if confirmed else ()
     lines = [*_intro(result, model, has_chart=has_chart), *kept, *again, *section]
     return "\n".join([*lines, *_table(result), *_refused_lines(result)]) + "\n"
@@ -66,21 +89,30 @@ def page(
 def _intro(result: BoardResult, model: str, *, has_chart: bool) -> Iterator[str]:
     reference = result.reference
     speed = "Tokens/s: prompt and output, all prompts at once in the KV memory. "
-    shared = "Entries shared the prefill of a prompt; KV is that of one prompt of each task. "
+    shared = (
+        "Entries shared the prefill of a prompt. KV is that of the first prompt of each task, in "
+        "pages that serve all rules with this codec: entries that need fewer tables, such as "
+        "codecs without eviction, have fewer bytes in an engine of their own. "
+    )
     speed = speed if _has_speed(result) else shared
     yield f"# Leaderboard of {model}"
     yield ""
     yield (
-        f"{result.num_prompts} prompts of at most {result.tokens} tokens for each task, "
+        f"{result.num_prompts} prompts of at most {result.tokens:,} tokens for each task, "
         f"{len(result.seeds)} seed{'s' * (len(result.seeds) > 1)}. "
-        f"Quality: mean over the tasks of score over full KV's, with the 95 % interval "
-        f"(weights of prompts). KV: mean peak bytes of a request, statistics and page tables "
-        f"included, over those of full KV with codec `{reference.entry.codec}`. {speed}Pareto: no "
-        f"entry has both a higher quality and fewer bytes."
+        f"Quality: mean over the tasks of score over full KV's, with the 95 % interval over "
+        f"prompts (Bayesian bootstrap). KV: mean peak bytes of a request, statistics and page "
+        f"tables included, over those of full KV with codec `{reference.entry.codec}`. {speed}"
+        f"Pareto: no entry has both a higher quality and fewer bytes."
+        f"{_MORE_THAN_FULL * any(row.kv_share > 1 for row in result.rows)}"
     )
-    if result.evict_before_question or any(r.entry.schedule == PREFILL_END for r in result.rows):
+    schedules = {row.entry.schedule for row in result.rows}
+    early = result.evict_before_question
+    notes = [_BEFORE_QUESTION[early]] * bool(early or PREFILL_END in schedules)
+    notes += [_DECODE] * (DECODE in schedules and not early)
+    if notes:
         yield ""
-        yield _BEFORE_QUESTION[result.evict_before_question]
+        yield " ".join(notes)
     if result.entries_left:
         yield ""
         yield f"**{result.entries_left} entries did not run before the time limit.**"
@@ -174,7 +206,7 @@ LISTED = 3
 
 
 def _class_lines(
-    result: BoardResult, confirmed: Sequence[BoardResult], speeds: Mapping[str, float]
+    result: BoardResult, confirmed: Sequence[BoardResult], speeds: Speeds | None
 ) -> Iterator[str]:
     """The best entries of each class of bytes, between marks for pages that include them.
 
@@ -187,32 +219,58 @@ def _class_lines(
     yield "Chosen by these prompts, whose scores are therefore a little too high."
     yield ""
     yield "<!-- --8<-- [start:classes] -->"
-    head = "| KV over full KV | options | requests in the same memory | quality over full KV |"
-    more = len(same) + bool(speeds)
-    yield head + " with new prompts |" * len(same) + " tokens/s over full KV |" * bool(speeds)
-    yield "| ---: | --- | ---: | ---: |" + " ---: |" * more
+    tasks = f"{len(result.judged)} task{'s' * (len(result.judged) > 1)}"
+    yield (
+        f"The {LISTED} entries of the highest quality in each class of bytes, the best first. KV: "
+        "mean peak bytes of a request over full KV's. Requests in the same memory: the inverse of "
+        f"KV. Quality: mean of score over full KV's on {tasks} of {result.num_prompts} prompts, "
+        "with its 95 % interval. Pareto: no entry of any class has both a higher quality and fewer "
+        f"bytes.{'' if speeds is None else f' {speeds.about}'}"
+    )
+    yield ""
+    head = (
+        "| class | KV over full KV | options | requests in the same memory | quality over full KV"
+    )
+    columns = " with new prompts |" * len(same)
+    columns += " tokens/s over full KV (lowest to highest) |" * (speeds is not None)
+    yield f"{head} |{columns} Pareto |"
+    numbers = len(same) + (speeds is not None)
+    yield "| --- | ---: | --- | ---: | ---: |" + " ---: |" * numbers + " --- |"
     rows = {row.entry: row for row in result.rows}
     for entry in best_of_classes(result.rows, LISTED):
         row = rows[entry]
         again = f" {_interval(new[entry])} |" if entry in new else " none |" * len(same)
-        speed = f" {speeds[str(entry)]:.2f} |" if str(entry) in speeds else " none |" * bool(speeds)
+        most = next(most for most in BYTE_CLASSES if row.kv_share <= most)
         yield (
-            f"| {row.kv_share:.3f} | `{entry}` | {1 / row.kv_share:.1f} times | "
-            f"{_interval(row.quality)} |{again}{speed}"
+            f"| at most {most:.2f} | {row.kv_share:.3f} | `{entry.shell_options}` | "
+            f"{1 / row.kv_share:.1f} times | {_interval(row.quality)} |{again}"
+            f"{_ratio(speeds, entry)} {'yes ' * row.is_unbeaten}|"
         )
     yield "<!-- --8<-- [end:classes] -->"
     yield ""
 
 
+def _ratio(speeds: Speeds | None, entry: BoardEntry) -> str:
+    """The cell of tokens/s, if the table has this column."""
+    if speeds is None:
+        return ""
+    median, low, high = speeds.ratios.get(str(entry), (None, None, None))
+    return " none |" if median is None else f" {median:.2f} ({low:.2f} to {high:.2f}) |"
+
+
 def _rule_lines(rows: Sequence[Row]) -> Iterator[str]:
-    yield f"## Rules that keep a quality of {WANTED}"
+    kept = [row for row in rows if row.quality.mean >= WANTED and not row.is_reference]
+    plain = sorted((row for row in kept if row.entry.rule == FULL), key=lambda row: row.kv_share)
+    is_shown = any(row.quality.low >= WANTED for row in kept)
+    yield f"## Rules and codecs that keep a quality of {WANTED}"
     yield ""
     yield (
-        "Means with 95 % intervals; those in bold have the whole interval at or above "
-        f"{WANTED}, for which {prompts_to_show(WANTED)} prompts without a loss are needed. The "
-        "fewest bytes first."
+        "Means with 95 % intervals, the fewest bytes first. Those in bold have the whole interval "
+        f"at or above {WANTED}, which needs at least {prompts_to_show(WANTED)} prompts in all "
+        f"tasks together.{'' if is_shown else ' Here none has.'}"
     )
     yield ""
+    yield f"* No eviction: {'; '.join(map(_rule_text, plain)) or 'none'}"
     for budget, good in best_rules(rows, WANTED).items():
         names = "; ".join(map(_rule_text, good))
         yield f"* Cap {budget} of the prompt: {names or 'none'}"
@@ -221,10 +279,11 @@ def _rule_lines(rows: Sequence[Row]) -> Iterator[str]:
 
 def _rule_text(row: Row) -> str:
     entry, mark = row.entry, "**" if row.quality.low >= WANTED else ""
-    return (
-        f"`{entry.name}` ({entry.schedule}, {entry.codec}) {mark}{_interval(row.quality)}{mark}, "
-        f"KV {row.kv_share:.3f}"
-    )
+    name = f"`{entry.name}` ({entry.schedule}, {entry.codec})"
+    if entry.rule == FULL:
+        name = f"`{entry.codec}`" + f" (`{entry.sparse}`)" * (entry.sparse != OFF)
+    more = ", more than full KV's" * (row.kv_share > 1)
+    return f"{name} {mark}{_interval(row.quality)}{mark}, KV {row.kv_share:.3f}{more}"
 
 
 def _interval(found: Mean) -> str:

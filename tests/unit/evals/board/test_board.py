@@ -7,7 +7,7 @@ import pytest
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnknownName
 from quire.evals.board.grid import BoardEntry, Grid, entries_of, read_grids
-from quire.evals.board.pages import chart, confirmed_lines, page
+from quire.evals.board.pages import Speeds, chart, confirmed_lines, page
 from quire.evals.board.result import BoardResult, best_of_classes, best_rules, judged_tasks, rows_of
 from quire.evals.board.run import Board, BoardConfig, check_names
 from quire.evals.suite.cells import CellResult, PromptResult
@@ -114,13 +114,16 @@ def test_page_has_every_row_and_says_whether_the_model_may_judge():
     assert "| `sinks` | 25% | decode | `none` | 0.750" in text
     first = r"\* Cap 25% of the prompt: `kvcrush:base=\(h2o\)` \(decode, none\) 1.000 \(0.[34]"
     assert re.search(rf"{first}\d\d to 1.000\), KV {share}\n", text)
-    assert "at or above 0.975, for which 146 prompts without a loss are needed" in text
+    assert "at or above 0.975, which needs at least 146 prompts in all tasks together" in text
+    assert "Here none has." in text
     assert re.search(r"\| `full` \|.*\| 1.000 \(1.000 to 1.000\)", text)
     listed = text.partition("start:classes] -->\n")[2].partition("<!-- --8<-- [end:classes]")[0]
-    assert [line.split(" | ")[1:3] for line in listed.splitlines()[2:]] == [
-        [f"`--kv-codec none --evict {KVCRUSH.evict}`", "2.0 times"],
-        [f"`--kv-codec none --evict {SINKS.evict}`", "2.5 times"],
+    rows = [line for line in listed.splitlines() if line.startswith("| at most")]
+    assert [[line.split(" | ")[i] for i in (0, 2, 3, -1)] for line in rows] == [
+        ["| at most 0.55", f"`--kv-codec none --evict '{KVCRUSH.evict}'`", "2.0 times", "yes |"],
+        ["| at most 0.55", f"`--kv-codec none --evict {SINKS.evict}`", "2.5 times", "yes |"],
     ]
+    assert "on 1 task of 20 prompts" in listed  # the page of the guide has only this part
     assert again(result).rows[0] == result.rows[0]
     assert chart(result).startswith(b"<?xml")
 
@@ -151,13 +154,15 @@ def test_an_entry_that_lacks_a_confirmed_length_has_none_there():
     second = replace(result, rows=[rows[FULL], rows[SINKS]])
 
     lines = list(confirmed_lines([second, result]))
-    speeds = {str(SINKS): 1.5}
+    speeds = Speeds(ratios={str(SINKS): (1.5, 1.25, 2.0)}, about="Tokens/s: of a run.")
     text = page(result, "m", has_chart=False, confirmed=[second], speeds=speeds)
 
     assert "At 256 tokens, quality is over lines only." in lines  # not over labels
-    assert "| quality over full KV | with new prompts | tokens/s over full KV |\n" in text
-    assert re.search(r"kvcrush.* \| none \| none \|\n", text)
-    assert re.search(r"sinks.* \| 1.50 \|\n", text)
+    head = "| quality over full KV | with new prompts | tokens/s over full KV (lowest to highest) |"
+    assert f"{head} Pareto |\n" in text
+    assert "bytes. Tokens/s: of a run.\n" in text
+    assert re.search(r"kvcrush.* \| none \| none \| yes \|\n", text)
+    assert re.search(r"sinks.* \| 1.50 \(1.25 to 2.00\) \| yes \|\n", text)
     quality = f"{rows[SINKS].quality.mean:.3f}"
     [found] = [line for line in lines if "`sinks`" in line]
     [missing] = [line for line in lines if "kvcrush" in line]
@@ -243,7 +248,7 @@ def test_bytes_with_a_shared_prefill_are_those_of_the_measured_prompts():
     assert rows_by_entry(known)[SINKS].tokens_per_s is None
     text = page(BoardResult.of(found), "m", has_chart=False)
     assert "tokens/s" not in text.lower()
-    assert "shared the prefill of a prompt; KV is that of one prompt of each task." in text
+    assert "shared the prefill of a prompt. KV is that of the first prompt of each task" in text
 
 
 def test_quality_is_over_full_kv_and_the_first_of_equal_bytes_the_reference():
@@ -278,6 +283,38 @@ def test_page_says_how_far_windows_of_one_text_overlap(tokens, count, shown):
     text = page(replace(found, rows=rows), "m", has_chart=False)
     assert "That of perplexity is the mean probability of a token." in text
     assert re.search(r"\| `sinks` \|.*\| 0\.0351 \|", text)
+
+
+def one_rule(schedule="decode", kv_share=0.4, codec="none", is_shared=False):
+    first, *_ = BoardResult.of(board()).rows
+    entry = BoardEntry("full", "", "", codec)
+    if schedule:
+        entry = BoardEntry("sinks", "25%", schedule, codec)
+    speed = None if is_shared else 1.0
+    return replace(first, entry=entry, is_reference=False, kv_share=kv_share, tokens_per_s=speed)
+
+
+@pytest.mark.parametrize(
+    ("row", "before", "said", "explained"),
+    [
+        ({"schedule": "decode"}, None, "With `decode` the first output token is that of", True),
+        ({"schedule": "decode"}, False, "With `decode` the first output token is that of", True),
+        ({"schedule": "decode"}, True, "With `decode` the first output token is that of", False),
+        ({"schedule": "prefill_end"}, None, "With `decode` the first output token is", False),
+        ({"kv_share": 2.06}, None, "A KV above 1 is more than full KV's: ", True),
+        ({"kv_share": 2.06}, None, "KV 2.060, more than full KV's", True),
+        ({"kv_share": 0.4}, None, "A KV above 1 is more than full KV's: ", False),
+        ({"is_shared": True}, None, "KV is that of the first prompt of each task", True),
+        ({"is_shared": False}, None, "KV is that of the first prompt of each task", False),
+        ({"schedule": "", "codec": "int8"}, None, "* No eviction: `int8` 1.000", True),
+        ({"schedule": "decode", "codec": "int8"}, None, "* No eviction: none", True),
+    ],
+)
+def test_page_explains_the_figures_that_it_has(row, before, said, explained):
+    result = BoardResult.of(board())
+    rows = [result.reference, one_rule(**row)]
+    text = page(replace(result, rows=rows, evict_before_question=before), "m", has_chart=False)
+    assert (said in text) == explained
 
 
 def test_the_best_entries_of_each_class_of_bytes_are_confirmed():
