@@ -238,9 +238,11 @@ def page(judged: Sequence[Judged], model: str, about: str) -> str:
         "",
         "* **Quality** is the mean over the leaderboard's tasks of the score over full KV's. "
         "**Gain** is a difference of two qualities. **Perplexity** is its increase on held-out "
-        "text in percent.",
-        "* **Verdict**: `holds` if the whole 95 % interval of the paired difference is on the "
-        "claimed side of the bound, `does not hold` if none of it is, else `not decided`. Each "
+        "text in percent, as the geometric mean over the texts.",
+        "* **Bound**: that of the claim. Batch-Max's text has none for `near`; here it is 0.975, "
+        "between the paper's 0.96 and 1.01.",
+        "* **Verdict**: `holds` if the whole paired 95 % interval is on the claimed side of the "
+        "bound, `does not hold` if none of it is, else `not decided`. Each "
         f"interval misses the true value in one of 20 cases, and the page has {len(judged)}.",
         "* The papers measured larger models on other data. A claim that does not hold here may "
         "hold there: measure your model with [`quire board`](guides/evaluate.md#leaderboard).",

@@ -2,10 +2,11 @@
 
     --evict auto:cap=50%      the first of `RECOMMENDED` that the engine can serve
 
-Source: docs/board-measured.md (SmolLM2), whose eviction precedes the question. At 75 and 50 % of
-the tokens the quality of the first is within 0.005 of the highest, that of `snapkv` with the same
-budget, in fewer bytes. Of the rules with equal budgets `lagkv` is the best at 75 %;
-`recent:sinks=4` equals it at 50 and 25 %, with any cap.
+Source: docs/board-measured.md (SmolLM2, `when=prefill_end`), whose eviction precedes the question.
+At 75 and 50 % of the tokens the quality of the first is within 0.005 of that of `snapkv` with the
+same budget, the highest but for `kvzip`, in fewer bytes; `kvzip` computes the prompt twice. Of the
+other rules with equal budgets `lagkv` is the best at 75 %; `recent:sinks=4` is within 0.015 of it
+at 50 and 25 %, with any cap.
 """
 
 from collections.abc import Iterator
