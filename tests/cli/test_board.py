@@ -234,3 +234,15 @@ def test_rules_that_one_engine_cannot_serve_together_run_in_several(quire, tmp_p
     assert "kvzip" in next(iter(arms["refused"]))
     assert "full precision" in why
     assert len(arms["rows"]) == 7
+
+
+def test_bytes_without_eviction_are_those_of_an_engine_without_rules(quire, tmp_path):
+    """`keydiff` keeps tokens by head, in pages of one head, which share no page's last slots."""
+    rules = ("--rules", "keydiff", "--codecs", "none,int8", "--num-prompts", "2")
+    shares = []
+    for sharing in ("--share-prefill", "--no-share-prefill"):
+        run = quire(*SMALL, *rules, sharing, "--out", tmp_path / sharing)
+        assert run.exit_code == 0, run.stderr
+        rows = last_line(run)["arms"]["rows"]
+        shares.append({r["entry"]["codec"]: r["kv_share"] for r in rows if r["evict"] == "full"})
+    assert shares[0] == pytest.approx(shares[1], rel=1e-3)

@@ -9,9 +9,9 @@ rules use the same statistics, apart from those of the newest queries, then comp
 up to its first eviction or these queries. Their quality is that of requests of their own; bytes are
 measured with the first prompt of a cell, which also runs without cached prefixes, and there are no
 tokens/s. The pages of this engine serve all its rules: a rule that needs no one-head pages has
-slightly fewer bytes in an engine of its own. Full KV runs alone, unless all entries differ in
-`--sparse` only. Then it shares their prefills too. Its bytes are those of an engine of its own,
-whose pages have no bounds of keys.
+slightly fewer bytes in an engine of its own. The bytes of an entry without eviction are those of
+such an engine. Full KV runs alone, unless all entries differ in `--sparse` only. Then it shares
+their prefills too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -116,7 +116,8 @@ class BoardRunner:
         self._samples: dict[str, list[Sample]] = {}
         # of each codec and value of --sparse of an engine
         self._engine_rules: dict[tuple[str, str], list[list[str]]] = {}
-        self._alone_kv_bytes: dict[str, int] = {}  # of full KV in its own engine, by task
+        # of entries without eviction, in an engine of their own
+        self._alone_kv_bytes: dict[BoardEntry, dict[str, int]] = {}
 
     def reference(self) -> LLM:
         return self._engines.of(self._config.reference.applied(self._kv))
@@ -243,7 +244,7 @@ class BoardRunner:
         kv, config = entry.applied(self._kv), self._config
         shares, before = self._config.shares(entry), config.evict_before_question
         with self._pace.measuring():
-            alone = self._alone(task) if shares and entry == config.reference else None
+            alone = self._alone(entry)[task.name] if shares and entry.evict == FULL else None
             llm = self._engines.of(self._shared(entry) if shares else kv)
             runner = SampleRunner(
                 llm,
@@ -261,14 +262,15 @@ class BoardRunner:
             seconds=seconds,
         )
 
-    def _alone(self, task: EvalTask) -> int:
-        """Bytes of the first prompt with full KV in its own engine, which runs all tasks once."""
-        if not self._alone_kv_bytes:
-            kv = self._config.reference.applied(self._kv)
-            own = SampleRunner(self._engines.of(kv), kv)
-            for one in self._config.tasks:
-                self._alone_kv_bytes[one.name] = own.kv_bytes(one, self.samples(one)[0])
-        return self._alone_kv_bytes[task.name]
+    def _alone(self, entry: BoardEntry) -> dict[str, int]:
+        """Bytes of each task's first prompt in an engine whose pages serve no rule."""
+        if entry not in self._alone_kv_bytes:
+            kv = entry.applied(self._kv)
+            own = SampleRunner(self._engines.of(kv), kv)  # which runs all tasks once
+            self._alone_kv_bytes[entry] = {
+                one.name: own.kv_bytes(one, self.samples(one)[0]) for one in self._config.tasks
+            }
+        return self._alone_kv_bytes[entry]
 
     def _bounds(self, entry: BoardEntry) -> str:
         """`--sparse` of the engine that runs an entry with others: whether pages have bounds."""
