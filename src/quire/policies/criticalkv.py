@@ -11,7 +11,8 @@ The bound that the second stage lowers holds if the retained tokens have more th
 attention; the first stage provides for that. With `budget=ada`, head budgets follow the scores of
 the base rule (CriticalAdaKV).
 
-Differs from the paper, which refines SnapKV: any base rule with non-negative scores is accepted. A
+Differs from the paper, which refines SnapKV: any base rule with non-negative scores is accepted.
+Epsilon is added to them as they are: to a sum over the window's queries with `snapkv`. A
 gate or a norm between the output projection and the residual stream is left out; models that change
 the output of attention before projecting it are refused.
 """
