@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_model
+from safetensors.torch import save_file
 
 from benchmarks.guides.speculative import encoded, prompts_of
 from benchmarks.peers.config import Eviction, PeersConfig
@@ -45,7 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         checkpoint = open_checkpoint(parsed.model)
         checkpoint.config.save_pretrained(folder)
         model = checkpoint.read_model(torch.bfloat16)
-        save_model(model, f"{folder}/model.safetensors", metadata={"format": "pt"})
+        weights = model.state_dict()
+        if checkpoint.config.tie_word_embeddings:
+            del weights["lm_head.weight"]
+        save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
         rates = _rates(parsed, config, Path(folder), _prompts(checkpoint, parsed.rounds))
     claims: dict[str, int | float] = {}
     for (engine, kind), pairs in rates.items():

@@ -421,6 +421,9 @@ def test_lengths_follow_from_acceptance_and_measured_times():
     due = [index for index, one in enumerate(tried, start=1) if one == [1, 1]]  # all in one step
     assert due == [34, 68]  # two tokens add a sixth to the time: 0.5 % of it in 34 steps
     assert tried.count([0, 0]) == 78
+    lengths.learn(2, 10, 30.0)  # one slow step, as the first of a process
+    tried = [lengths.choose(2, [(doubtful, 8), (doubtful, 8)]) for _ in range(128)]
+    assert tried.count([1, 1]) == 2
 
 
 def test_unequal_rows_that_cost_more_than_they_add_are_left_out():

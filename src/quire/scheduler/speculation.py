@@ -66,6 +66,7 @@ _VLLM_NAMES: Mapping[str, Mapping[str, str]] = {
 }
 _MEMORY = 0.9  # weight of what was learned before a step
 _PROBE = 16  # at most one in this number of proposals is verified although it does not pay
+_LAST_PROBE = 64  # proposals: a slow step must not end the probes
 _PROBE_COST = 0.005  # of the time of steps without proposals: most that steps with them add
 _INDEXED = 65_536  # newest tokens of a text, and tokens of outputs, whose places are known
 _PLACES = 32  # most places of a text that are compared with its end
@@ -514,8 +515,8 @@ class DraftLengths:
 
     A step with proposed tokens also takes longer because its rows are unequal. So none are verified
     if the step has less output in its time, by the steps with proposals, than one without. Then one
-    step in 16 verifies one token of each request, or fewer steps if they would add more than 0.5 %
-    of the time, so that the estimates can recover.
+    step in 16 verifies one token of each request, or down to one in 64 if they would add more than
+    0.5 % of the time, so that the estimates can recover.
     """
 
     def __init__(self) -> None:
@@ -558,7 +559,7 @@ class DraftLengths:
         every = float(_PROBE)
         if self._plain.is_known and self._drafted.is_known:
             plain_s, drafted_s = self._step_seconds(rows, len(proposed))
-            every = max(every, (drafted_s / plain_s - 1) / _PROBE_COST)
+            every = min(max(every, (drafted_s / plain_s - 1) / _PROBE_COST), _LAST_PROBE)
         is_due = self._without >= every
         self._without *= not is_due
         return [int(is_due)] * len(proposed)  # all requests are tried in one step
